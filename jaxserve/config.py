@@ -1,0 +1,174 @@
+"""The one configuration tree: built from flags by `cli`, resolved once by `app`, each part given only to its room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+from jaxserve.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is served. `model` is a Hugging Face directory, a GGUF file, or a converted checkpoint."""
+
+    model: str
+    tokenizer: str | None = None  # a directory; None: the model's own
+    served_model_name: str | None = None  # None: the last part of `model`
+    dtype: str = "auto"  # auto: the checkpoint's own on a GPU, float32 on the CPU
+    max_model_len: int | None = None  # tokens; None: the model's own limit, cut to what the pool can hold
+    random_weights: bool = False  # N(0, 0.02) and norms 1, made on the device; no weight file is read
+    seed: int = 0  # of random weights
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged cache. The pool's size comes from the first of: num_pages, cache_memory_bytes, memory utilization."""
+
+    page_size_tokens: int = 64
+    num_pages: int | None = None
+    cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    """Limits of a step and of the queue."""
+
+    max_num_seqs: int = 64  # request slots: sequences that run at once
+    max_num_batched_tokens: int = 2048  # token budget of a step
+    max_num_chunks: int = 16  # prompts that one mixed step may take a chunk of
+    max_queue_requests: int = 4096  # waiting requests; more are refused
+    step_timeout_s: float = 120.0  # a step with work pending that takes longer makes the health check fail
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """How the step is compiled and placed."""
+
+    device: str = "auto"  # auto | cpu | cuda
+    tensor_parallel_size: int = 1
+    compile_cache_dir: str | None = None  # None: a folder of the user's cache directory; "": no cache
+    attention: str = "auto"  # a forced implementation of the attention ops, by registry name
+    decode_buckets: tuple[int, ...] = ()  # batch sizes; empty: chosen from max_num_seqs
+    mixed_buckets: tuple[int, ...] = ()  # token counts; empty: chosen from max_num_batched_tokens
+    max_logprobs: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The gRPC service."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: a free one, printed at start
+    metrics_port: int | None = None  # None: no metrics endpoint; 0: a free one
+    max_message_bytes: int = 64 << 20
+    drain_timeout_s: float = 30.0
+    max_n: int = 128  # choices a request may ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What `app` found out about the device and the model before anything is allocated."""
+
+    platform: str  # cpu | cuda
+    device_kind: str  # "NVIDIA H200", "cpu"
+    num_devices: int
+    model_max_len: int  # tokens, from the model's config
+    checkpoint_dtype: str  # bfloat16 | float16 | float32
+
+
+def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
+    """Fill every "auto" and check every range; pure.
+
+    Returns the resolved tree and one line for each field that changed ("model.dtype: auto -> float32"), for the log.
+    Raises ConfigError with the flag, the value given and what is allowed.
+    """
+    check_ranges(config)
+    model, cache, runtime = config.model, config.cache, config.runtime
+    if model.dtype == "auto":
+        on_cpu = facts.platform == "cpu"  # XLA:CPU has no fast bf16 product
+        model = replace(model, dtype="float32" if on_cpu or facts.checkpoint_dtype == "float32" else "bfloat16")
+    if model.max_model_len is None:
+        model = replace(model, max_model_len=facts.model_max_len)
+    elif model.max_model_len > facts.model_max_len:
+        raise ConfigError(
+            f"--max-model-len: got {model.max_model_len}, allowed: at most {facts.model_max_len}, "
+            "the model's own max_position_embeddings"
+        )
+    if facts.platform == "cpu" and cache.page_size_tokens == CacheConfig().page_size_tokens:
+        cache = replace(cache, page_size_tokens=16)  # small pages waste less of a small pool
+    if runtime.device == "auto":
+        runtime = replace(runtime, device=facts.platform)
+    if runtime.tensor_parallel_size > facts.num_devices:
+        raise ConfigError(
+            f"--tensor-parallel-size: got {runtime.tensor_parallel_size}, allowed: at most {facts.num_devices}, "
+            "the number of devices"
+        )
+    schedule = config.schedule
+    if not runtime.decode_buckets:
+        runtime = replace(runtime, decode_buckets=decode_buckets(schedule.max_num_seqs))
+    if not runtime.mixed_buckets:
+        runtime = replace(runtime, mixed_buckets=mixed_buckets(schedule.max_num_batched_tokens))
+    resolved = replace(config, model=model, cache=cache, runtime=runtime)
+    return resolved, changed_fields(config, resolved)
+
+
+def check_ranges(config: Config) -> None:
+    """Raise ConfigError for the first flag that is out of range."""
+    model, cache, schedule, runtime = config.model, config.cache, config.schedule, config.runtime
+    checks: list[tuple[str, object, bool, str]] = [
+        ("--dtype", model.dtype, model.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        ("--max-model-len", model.max_model_len, model.max_model_len is None or model.max_model_len > 0, "at least 1"),
+        ("--block-size", cache.page_size_tokens, cache.page_size_tokens in (8, 16, 32, 64, 128), "8, 16, 32, 64, 128"),
+        ("--gpu-memory-utilization", cache.gpu_memory_utilization, 0 < cache.gpu_memory_utilization <= 1, "0 < x <= 1"),
+        ("--num-pages", cache.num_pages, cache.num_pages is None or cache.num_pages > 0, "at least 1"),
+        ("--max-num-seqs", schedule.max_num_seqs, 1 <= schedule.max_num_seqs <= 4096, "1 to 4096"),
+        (
+            "--max-num-batched-tokens",
+            schedule.max_num_batched_tokens,
+            schedule.max_num_batched_tokens > schedule.max_num_seqs,
+            f"more than --max-num-seqs ({schedule.max_num_seqs}), so that prompts advance while all sequences decode",
+        ),
+        ("--device", runtime.device, runtime.device in ("auto", "cpu", "cuda"), "auto, cpu, cuda"),
+        ("--port", config.server.port, 0 <= config.server.port < 65536, "0 to 65535"),
+    ]
+    for flag, given, good, allowed in checks:
+        if not good:
+            raise ConfigError(f"{flag}: got {given!r}, allowed: {allowed}")
+
+
+def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of the decode programs: powers of two, ending in `max_num_seqs` itself."""
+    sizes = [1 << i for i in range(13) if 1 << i < max_num_seqs]
+    return (*sizes, max_num_seqs)
+
+
+def mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Token counts of the mixed programs: powers of four from 64, ending in the budget itself."""
+    sizes = [64 << (2 * i) for i in range(6) if 64 << (2 * i) < max_num_batched_tokens]
+    return (*sizes, max_num_batched_tokens)
+
+
+def changed_fields(before: Config, after: Config) -> list[str]:
+    """One line for each leaf that differs: "cache.page_size_tokens: 64 -> 16"."""
+    lines = []
+    for part in fields(Config):
+        old, new = getattr(before, part.name), getattr(after, part.name)
+        for leaf in fields(old):
+            was, now = getattr(old, leaf.name), getattr(new, leaf.name)
+            if was != now:
+                lines.append(f"{part.name}.{leaf.name}: {was} -> {now}")
+    return lines

@@ -1,0 +1,30 @@
+"""What JAX and XLA read from the environment, set in one place before JAX is imported; the only reader of it too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+XLA_FLAGS: tuple[str, ...] = ()  # measured ones only; see jaxserve/runtime/NOTES.md
+
+
+def prepare(device: str, gpu_memory_utilization: float) -> None:
+    """Set up this process, and those it starts, for JAX on `device` (auto, cpu or cuda).
+
+    The allocator takes its share of the GPU at once, so that a second server on the same GPU fails here and not later.
+    Does nothing once JAX is imported: then the settings that it was started with hold.
+    """
+    if "jax" in sys.modules:
+        return
+    if device != "auto":
+        os.environ["JAX_PLATFORMS"] = device
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["XLA_FLAGS"] = " ".join((*os.environ.get("XLA_FLAGS", "").split(), *XLA_FLAGS))
+
+
+def default_compile_cache() -> str:
+    """The folder that compiled programs are kept in unless a flag names another."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "jaxserve" / "compiled")

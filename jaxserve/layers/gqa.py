@@ -1,0 +1,71 @@
+"""Grouped-query attention (arXiv 2305.13245) over the paged cache; MHA is one query head a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.layers.linear import contract, parameter, project
+from jaxserve.layers.paged import Cache, Paged
+from jaxserve.layers.rope import RopeSpec, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class GqaSpec:
+    """Shapes and switches of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    qkv_bias: bool = False
+    out_bias: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def cache_shapes(self, num_pages: int, page_size_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the layer's key and value caches, [P, N, K, E] each."""
+        shape = (num_pages, self.num_kv_heads, page_size_tokens, self.head_dim)
+        return shape, shape
+
+    def cache_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of both caches."""
+        return ("pages", "kv_heads", None, None)
+
+
+class GqaAttention(nnx.Module):
+    """out(attention(rope(q), rope(k), v)); per kv head the fused weight holds its G query heads, then k, then v.
+
+    The kv head is the leading axis of the fused weight, so that a tensor-parallel shard owns whole groups.
+    """
+
+    def __init__(self, hidden: int, spec: GqaSpec, dtype: jnp.dtype) -> None:
+        self.spec = spec
+        heads, group, dim = spec.num_kv_heads, spec.group, spec.head_dim
+        self.qkv = parameter((heads, group + 2, dim, hidden), ("kv_heads", None, None, "embed"), dtype)
+        self.out = parameter((hidden, heads, group, dim), ("embed", "kv_heads", None, None), dtype)
+        self.qkv_bias = self.out_bias = None
+        if spec.qkv_bias:
+            self.qkv_bias = parameter((heads, group + 2, dim), ("kv_heads", None, None), dtype)
+        if spec.out_bias:
+            self.out_bias = parameter((hidden,), ("embed",), dtype)
+
+    def __call__(
+        self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
+    ) -> tuple[jax.Array, Cache]:
+        """x [T, D] -> ([T, D], the layer's cache with this step's keys and values)."""
+        spec = self.spec
+        qkv = project(x_TD, self.qkv[...])
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias[...]
+        turned = rotate(spec.rope, qkv[:, :, :-1], cos_sin)
+        cache = paged.write(cache, turned[:, :, -1], qkv[:, :, -1])
+        mixed = paged.attend(turned[:, :, :-1], cache, spec.head_dim**-0.5)
+        out = contract(mixed, self.out[...], 3)
+        return out if self.out_bias is None else out + self.out_bias[...], cache

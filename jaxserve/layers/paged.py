@@ -1,0 +1,59 @@
+"""Where the packed rows of one step stand in the paged cache: made once a step, used by every attention layer.
+
+Keys and values are written first and only the new array is read: XLA then updates the cache in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.device import Device
+from pallas_kernels.gqa_decode.contract import gqa_decode
+from pallas_kernels.gqa_prefill.contract import gqa_prefill
+from pallas_kernels.kv_write.contract import kv_write
+
+Cache = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prompt chunks among the packed rows (R of them): each row r's block table, packed range and first position."""
+
+    table_RM: jax.Array  # int32
+    start_R: jax.Array  # int32, packed index of the chunk's first token
+    tokens_R: jax.Array  # int32, 0: unused
+    position_R: jax.Array  # int32, absolute position of the first token
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """One step's view of the cache. Decode rows are the first B packed rows whose length is not 0."""
+
+    device: Device
+    implementation: str  # a registry name, or "auto"
+    page_T: jax.Array  # int32: the page that each packed token is written to; the pool's size for padding
+    offset_T: jax.Array  # int32: its row in that page
+    table_BM: jax.Array  # int32: block tables of the rows that may decode
+    length_B: jax.Array  # int32: their tokens in the cache, the new one included; 0 for the others
+    chunks: Chunks | None = None  # None: a pure decode step
+
+    def write(self, cache: Cache, key_TNE: jax.Array, value_TNE: jax.Array) -> Cache:
+        """Put the new keys and values into their pages; rows of padding are dropped."""
+        return kv_write(*cache, key_TNE, value_TNE, self.page_T, self.offset_T, device=self.device)
+
+    def attend(self, query_TNGE: jax.Array, cache: Cache, scale: float) -> jax.Array:
+        """Causal attention of every packed row over its sequence's pages: [T, N, G, E]."""
+        options = {"scale": scale, "device": self.device, "implementation": self.implementation}
+        rows = self.length_B.shape[0]
+        decoded = gqa_decode(query_TNGE[:rows], *cache, self.table_BM, self.length_B, **options)
+        if self.chunks is None:
+            return decoded
+        chunks = self.chunks
+        out = gqa_prefill(
+            query_TNGE, *cache, chunks.table_RM, chunks.start_R, chunks.tokens_R, chunks.position_R, **options
+        )
+        is_decode = (self.length_B > 0)[:, None, None, None]
+        return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))

@@ -1,0 +1,22 @@
+"""The one table from Hugging Face's model_type to the file that reads its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.errors import ModelError
+from jaxserve.models import llama
+from jaxserve.models.spec import ModelSpec
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
+    "llama": llama.model_spec,
+}
+
+
+def model_spec(config: dict[str, Any]) -> ModelSpec:
+    """A config.json's contents -> ModelSpec. Raises ModelError naming what is known where model_type is not."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelError(f"config.json: model_type is {kind!r}, supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind](config)

@@ -1,0 +1,68 @@
+"""The rope fields of a config.json (both the old `rope_scaling` and the new `rope_parameters`) -> RopeSpec."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jaxserve.errors import ModelError
+from jaxserve.layers.rope import RopeSpec
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False) -> RopeSpec:
+    """Raises ModelError for a scaling type that is not in KINDS.
+
+    `dynamic` (NTK) leaves the frequencies as they are up to max_position_embeddings, which is also the longest context
+    that we serve: beyond it transformers recomputes them at every length, which a cache of rotated keys cannot follow.
+    """
+    fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in KINDS:
+        raise ModelError(f"config.json: rope type is {kind!r}, supported: {', '.join(KINDS)}")
+    partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    spec = {
+        "theta": float(fields.get("rope_theta", config.get("rope_theta", 10000.0))),
+        "rotary_dims": int(head_dim * partial),
+        "interleaved": interleaved,
+        "kind": "default" if kind == "dynamic" else kind,
+    }
+    if kind in ("linear", "llama3", "yarn"):
+        spec["factor"] = float(need(fields, "factor", kind))
+    if kind in ("llama3", "yarn"):
+        original = fields.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        spec["original_max_len"] = int(original)
+    if kind == "llama3":
+        spec["low_freq_factor"] = float(need(fields, "low_freq_factor", kind))
+        spec["high_freq_factor"] = float(need(fields, "high_freq_factor", kind))
+    if kind == "yarn":
+        spec |= yarn_fields(fields, spec["factor"])
+    return RopeSpec(**spec)
+
+
+def need(fields: dict[str, Any], name: str, kind: str) -> Any:
+    """A field that this scaling type cannot do without."""
+    if fields.get(name) is None:
+        raise ModelError(f"config.json: rope type {kind} needs {name}")
+    return fields[name]
+
+
+def yarn_fields(fields: dict[str, Any], factor: float) -> dict[str, Any]:
+    """YaRN's own fields; attention_factor as transformers: given, or from mscale and mscale_all_dim, or 0.1 ln f + 1."""
+    attention_factor = fields.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+        both = bool(mscale and all_dim)
+        attention_factor = mscale_of(factor, mscale) / mscale_of(factor, all_dim) if both else mscale_of(factor, 1.0)
+    return {
+        "beta_fast": float(fields.get("beta_fast") or 32),
+        "beta_slow": float(fields.get("beta_slow") or 1),
+        "truncate": bool(fields.get("truncate", True)),
+        "attention_factor": float(attention_factor),
+    }
+
+
+def mscale_of(factor: float, mscale: float) -> float:
+    """m(f, s) of models that scale attention with YaRN: 1 if f <= 1 else 0.1 s ln f + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

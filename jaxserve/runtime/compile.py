@@ -1,0 +1,84 @@
+"""Compiling the step programs: the on-disk cache, lowering in a fixed order, and counting what compiles when.
+
+jax facts that shape this file: a kernel's serialised bytes hold a process-wide counter, so programs are lowered one
+after the other in a fixed order (else cache keys change from run to run) and only compiled in threads. A process killed
+while it writes a cache entry leaves a truncated file that JAX never replaces; `drop_damaged_entries` turns its warning
+into a deletion.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax import monitoring
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+log = logging.getLogger("jaxserve.compile")
+
+
+class CompileCounter:
+    """Counts compilations (cache hits among them) from its creation on, in all threads."""
+
+    def __init__(self) -> None:
+        self.compilations = 0
+        self.cache_hits = 0
+        monitoring.register_event_duration_secs_listener(self._duration)
+        monitoring.register_event_listener(self._event)
+
+    def _duration(self, event: str, seconds: float, **_: object) -> None:
+        self.compilations += event == COMPILE_EVENT
+
+    def _event(self, event: str, **_: object) -> None:
+        self.cache_hits += event == CACHE_HIT_EVENT
+
+    def close(self) -> None:
+        """Stop listening."""
+        monitoring.unregister_event_duration_listener(self._duration)
+        monitoring.unregister_event_listener(self._event)
+
+
+def use_compile_cache(folder: Path | None) -> None:
+    """Keep compiled programs in `folder`; None turns the cache off."""
+    jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # the checkout's place is no key
+
+
+@contextmanager
+def drop_damaged_entries(folder: Path | None) -> Iterator[None]:
+    """Delete cache entries that JAX warns it cannot read: it would warn and recompile at every later start."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        damaged = re.search(r"Error reading persistent compilation cache entry for '([^']+)'", str(warning.message))
+        if damaged and folder:
+            for entry in folder.glob(f"{damaged.group(1)}-*"):
+                log.warning("deleted the damaged compile cache entry %s", entry.name)
+                entry.unlink(missing_ok=True)
+        elif not damaged:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def compile_all[Key](
+    lowerings: dict[Key, Callable[[], jax.stages.Lowered]], threads: int, done: Callable[[Key, int, int], None]
+) -> dict[Key, jax.stages.Compiled]:
+    """Lower in order, compile in threads; `done(key, finished, total)` is called as each one is ready."""
+    compiled: dict[Key, jax.stages.Compiled] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        futures = {key: pool.submit(lower().compile) for key, lower in lowerings.items()}
+        for key, future in futures.items():
+            compiled[key] = future.result()
+            done(key, len(compiled), len(futures))
+    return compiled

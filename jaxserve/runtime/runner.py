@@ -1,0 +1,159 @@
+"""Runs compiled steps on the device: takes Installs and Batches from the engine, gives a pending StepOut back.
+
+Nothing here waits for the device but `Pending.result`, so step n+1 can be dispatched before step n's tokens are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.batch import FLAG_LOGPROBS, Batch, Bucket, Install, Layout, Program, StepOut
+from jaxserve.mesh import sharding
+from jaxserve.runtime.compile import CompileCounter
+from jaxserve.runtime.sample import Scores
+from jaxserve.runtime.state import INSTALL_ROWS, State, SlotTables, plain_rows, row_flags, wide_row
+from jaxserve.runtime.step import Out, StepOptions
+
+WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second run and settles on the third
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Programs:
+    """Everything compiled: the steps by bucket, and the two that install slots."""
+
+    steps: dict[Bucket, jax.stages.Compiled]
+    install_plain: jax.stages.Compiled
+    install_wide: jax.stages.Compiled
+
+
+class Pending:
+    """A dispatched step. `result` waits for it; the copies to the host are already under way."""
+
+    def __init__(self, out: Out, with_logprobs: bool) -> None:
+        self.tokens = out.sampled.token_bad_2Q
+        self.scores = out.sampled.scores if with_logprobs else None
+        self.prompt_scores = out.prompt_scores
+        for array in jax.tree.leaves((self.tokens, self.scores, self.prompt_scores)):
+            array.copy_to_host_async()
+
+    def result(self) -> StepOut:
+        """The step's results as numpy arrays; blocks until the device has them."""
+        tokens, bad = np.asarray(self.tokens)
+        chosen, ranks, top_ids, top = host(self.scores)
+        score_chosen, score_ranks, score_top_ids, score_top = host(self.prompt_scores)
+        return StepOut(
+            token_ids=tokens,
+            bad_rows=bad.astype(bool),
+            chosen_logprobs=chosen,
+            chosen_ranks=ranks,
+            top_ids=top_ids,
+            top_logprobs=top,
+            score_chosen=score_chosen,
+            score_ranks=score_ranks,
+            score_top_ids=score_top_ids,
+            score_top=score_top,
+        )
+
+
+def host(scores: Scores | None) -> tuple[np.ndarray | None, ...]:
+    """The four arrays of Scores on the host, or four Nones."""
+    if scores is None:
+        return None, None, None, None
+    return tuple(np.asarray(x) for x in (scores.chosen_Q, scores.rank_Q, scores.top_id_QL, scores.top_QL))
+
+
+class StepRunner:
+    """Owns weights and state. Not thread-safe: only the engine's loop calls it."""
+
+    def __init__(
+        self,
+        leaves: Sequence[jax.Array],
+        state: State,
+        programs: Programs,
+        options: StepOptions,
+        mesh: Mesh,
+        vocab_rows: int,
+    ) -> None:
+        self.leaves = list(leaves)
+        self.state = state
+        self.programs = programs
+        self.shape = options.shape
+        self.replicated = sharding(mesh)
+        self.vocab_rows = vocab_rows
+        self.counter = CompileCounter()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The compiled step programs."""
+        return list(self.programs.steps)
+
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Compilations since `warm_up`; anything but 0 is a fault."""
+        return self.counter.compilations
+
+    def install(self, installs: list[Install]) -> None:
+        """Fill slots before their first step."""
+        for first in range(0, len(installs), INSTALL_ROWS):
+            rows = plain_rows(installs[first : first + INSTALL_ROWS], self.shape.num_slots)
+            self._set_slots(self.programs.install_plain(self.state.slots, self._put(rows)))
+        for install in installs:
+            if row_flags(install):
+                wide = jax.tree.map(self._put, wide_row(install, self.vocab_rows))
+                self._set_slots(self.programs.install_wide(self.state.slots, wide))
+
+    def dispatch(self, batch: Batch) -> Pending:
+        """Start a step and return at once."""
+        step = self.programs.steps[batch.bucket]
+        self.state, out = step(self.leaves, self.state, self._put(batch.vector))
+        words = Layout(batch.bucket, self.shape).fields["flags"].offset
+        return Pending(out, with_logprobs=bool(batch.vector[words] & FLAG_LOGPROBS))
+
+    def recover(self) -> bool:
+        """After an exception: whether the state survived, so that the engine may go on."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+    def warm_up(self) -> float:
+        """Run every program with padding through the real path until XLA has settled; returns seconds taken."""
+        start_s = time.perf_counter()
+        for _ in range(WARM_ROUNDS):
+            self._set_slots(
+                self.programs.install_plain(self.state.slots, self._put(plain_rows([], self.shape.num_slots)))
+            )
+            idle = Install(
+                self.shape.num_slots, np.zeros(1, np.int32), 1, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, (), (), None, (), ()
+            )
+            wide = jax.tree.map(self._put, wide_row(idle, self.vocab_rows))
+            self._set_slots(self.programs.install_wide(self.state.slots, wide))
+            for bucket in self.programs.steps:
+                self.dispatch(Batch(bucket, Layout(bucket, self.shape).empty())).result()
+        jax.block_until_ready(self.state)
+        self.counter.close()
+        self.counter = CompileCounter()
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        """Free the device memory at once."""
+        self.counter.close()
+        for leaf in jax.tree.leaves((self.leaves, self.state)):
+            leaf.delete()
+        self.leaves = []
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self.replicated)
+
+    def _set_slots(self, slots: SlotTables) -> None:
+        self.state = dataclasses.replace(self.state, slots=slots)
+
+
+def all_buckets(decode_rows: Sequence[int], mixed_tokens: Sequence[int], scored_tokens: int) -> list[Bucket]:
+    """Every step program of an engine, in the order in which it is lowered and warmed up: largest mixed one first."""
+    mixed = [Bucket(Program.MIXED, rows) for rows in sorted(mixed_tokens, reverse=True)]
+    decode = [Bucket(Program.DECODE, rows) for rows in sorted(decode_rows, reverse=True)]
+    return [*mixed, *decode, Bucket(Program.SCORED, scored_tokens)]

@@ -1,0 +1,176 @@
+"""From logits to tokens on the device: masks, penalties, filters, the draw, and logprobs; float32 throughout.
+
+Parts that no row of the step needs are skipped at run time by the step's flags (`lax.cond`), so that there is one
+program a bucket whatever the requests ask for. Thresholds of top_k and top_p are found without a sort: float32 bits,
+made order-preserving, are searched from the highest bit down, which is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.batch import FLAG_FILTER, FLAG_LOGPROBS, FLAG_MASK, FLAG_PENALTY, FLAG_RANDOM
+from jaxserve.runtime import state as st
+from jaxserve.runtime.state import SlotTables, unpack_bits
+
+GREEDY_BELOW = 1e-5  # temperatures under it are greedy
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs of one token a row under the raw logits, and of the L best ones."""
+
+    chosen_Q: jax.Array  # float32
+    rank_Q: jax.Array  # int32, 1 for the most likely
+    top_id_QL: jax.Array  # int32
+    top_QL: jax.Array  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step samples."""
+
+    token_bad_2Q: jax.Array  # int32 [2, Q]: tokens; and 1 where the row's logits held NaN
+    scores: Scores  # zeros unless FLAG_LOGPROBS
+
+
+def sample(
+    raw_QV: jax.Array,
+    slot_Q: jax.Array,
+    position_Q: jax.Array,
+    slots: SlotTables,
+    flags: jax.Array,
+    *,
+    vocab_size: int,
+    num_top: int,
+) -> tuple[SlotTables, Sampled]:
+    """Draw one token a row and write it into the slots' history.
+
+    raw_QV: float32 logits. position_Q: int32, the absolute position that the drawn token will have. flags: int32 [].
+    Rows of padding name slot S. The same seed and position give the same random numbers whatever else is in the batch.
+    """
+    rows_V = jnp.arange(raw_QV.shape[1], dtype=jnp.int32)
+    raw_QV = jnp.where(rows_V < vocab_size, raw_QV, -jnp.inf)  # padded rows of the head cannot be decoded
+    bad_Q = jnp.isnan(raw_QV.max(axis=1))
+    real_QI, integer_QI = slots.real_SI[slot_Q], slots.integer_SI[slot_Q]
+
+    def when(flag: int, change: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
+        return lax.cond((flags & flag) != 0, change, lambda same: same, value)
+
+    logits_QV = when(FLAG_MASK, lambda x: mask(x, slot_Q, position_Q, slots), raw_QV)
+    logits_QV = when(FLAG_PENALTY, lambda x: penalise(x, slot_Q, slots), logits_QV)
+    greedy_Q = jnp.argmax(logits_QV, axis=1).astype(jnp.int32)
+
+    def random(_: jax.Array) -> jax.Array:
+        cold_Q = real_QI[:, st.TEMPERATURE] < GREEDY_BELOW
+        scaled_QV = logits_QV / jnp.where(cold_Q, 1.0, real_QI[:, st.TEMPERATURE])[:, None]
+        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI), scaled_QV)
+        noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, scaled_QV.shape[1]))(slots.seed_SI[slot_Q], position_Q)
+        return jnp.where(cold_Q, greedy_Q, jnp.argmax(scaled_QV + noise_QV, axis=1).astype(jnp.int32))
+
+    token_Q = lax.cond((flags & FLAG_RANDOM) != 0, random, lambda same: same, greedy_Q)
+    token_Q = jnp.minimum(token_Q, vocab_size - 1)  # an all-NaN row's argmax may point anywhere
+    no_scores = jax.tree.map(
+        lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(lambda: score(raw_QV, token_Q, num_top))
+    )
+    scores = lax.cond((flags & FLAG_LOGPROBS) != 0, lambda: score(raw_QV, token_Q, num_top), lambda: no_scores)
+    return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), scores)
+
+
+def mask(logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables) -> jax.Array:
+    """allowed and banned ids, bad words, stop ids before min_tokens, then logit_bias."""
+    row_Q = jnp.arange(logits_QV.shape[0])[:, None]
+    flag_Q = slots.integer_SI[slot_Q, st.ROW_FLAGS]
+    free_Q1 = ((flag_Q & st.ROW_ALLOWED) == 0)[:, None]
+    allowed_QV = free_Q1 | unpack_bits(slots.allowed_SW[slot_Q], logits_QV.shape[1])
+    prefix_QBI, recent_QI = slots.bad_prefix_SI[slot_Q], slots.recent_SI[slot_Q]
+    bad_QB = jnp.all((prefix_QBI == -1) | (prefix_QBI == recent_QI[:, None]), axis=2)
+    bad_QB &= ((flag_Q & st.ROW_BAD) != 0)[:, None]
+    allowed_QV = allowed_QV.at[row_Q, jnp.where(bad_QB, slots.bad_last_SI[slot_Q], st.NO_TOKEN)].set(False, mode="drop")
+    early_Q1 = (position_Q < slots.integer_SI[slot_Q, st.MIN_POSITION])[:, None]
+    stops_QI = jnp.where(early_Q1, slots.masked_SI[slot_Q], st.NO_TOKEN)
+    allowed_QV = allowed_QV.at[row_Q, stops_QI].set(False, mode="drop")
+    biased_Q1 = ((flag_Q & st.ROW_BIAS) != 0)[:, None]
+    bias_id_QI = jnp.where(biased_Q1, slots.bias_id_SI[slot_Q], st.NO_TOKEN)
+    biased_QV = logits_QV.at[row_Q, bias_id_QI].add(slots.bias_SI[slot_Q], mode="drop")
+    return jnp.where(allowed_QV, biased_QV, -jnp.inf)
+
+
+def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables) -> jax.Array:
+    """Repetition (over prompt and output, arXiv 1909.05858), then presence and frequency (over the output)."""
+    real_QI, width = slots.real_SI[slot_Q], logits_QV.shape[1]
+    count_QV = slots.count_SV[slot_Q]
+    seen_QV = unpack_bits(slots.prompt_SW[slot_Q], width) | (count_QV > 0)
+    repetition_Q1 = real_QI[:, st.REPETITION, None]
+    repeated_QV = jnp.where(logits_QV > 0, logits_QV / repetition_Q1, logits_QV * repetition_Q1)
+    out_QV = jnp.where(seen_QV, repeated_QV, logits_QV)
+    out_QV -= real_QI[:, st.PRESENCE, None] * (count_QV > 0) + real_QI[:, st.FREQUENCY, None] * count_QV
+    penalised_Q1 = ((slots.integer_SI[slot_Q, st.ROW_FLAGS] & st.ROW_PENALTY) != 0)[:, None]
+    return jnp.where(penalised_Q1, out_QV, logits_QV)
+
+
+def keep_likely(scaled_QV: jax.Array, real_QI: jax.Array, integer_QI: jax.Array) -> jax.Array:
+    """-inf for what top_k, then top_p over what is left, and min_p leave out. Ties with a threshold stay in."""
+    order_QV = ordered_bits(scaled_QV)
+    top_k_Q = integer_QI[:, st.TOP_K]
+    wanted_Q = jnp.where(top_k_Q > 0, top_k_Q, scaled_QV.shape[1])
+    by_k_Q = largest_threshold(lambda t: jnp.sum(order_QV >= t[:, None], axis=1) >= wanted_Q, scaled_QV.shape[0])
+    peak_Q1 = scaled_QV.max(axis=1, keepdims=True)
+    weight_QV = jnp.where(order_QV >= by_k_Q[:, None], jnp.exp(scaled_QV - peak_Q1), 0.0)
+    mass_Q = real_QI[:, st.TOP_P] * weight_QV.sum(axis=1)
+    by_p_Q = largest_threshold(
+        lambda t: jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1) >= mass_Q, scaled_QV.shape[0]
+    )
+    by_p_Q = jnp.where(real_QI[:, st.TOP_P] < 1.0, by_p_Q, jnp.uint32(0))
+    likely_QV = scaled_QV >= peak_Q1 + jnp.log(real_QI[:, st.MIN_P, None])
+    return jnp.where((order_QV >= jnp.maximum(by_k_Q, by_p_Q)[:, None]) & likely_QV, scaled_QV, -jnp.inf)
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """float32 -> uint32 whose unsigned order is the float order; -0.0 and 0.0 tie, as in the float order."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """The largest uint32 threshold a row for which `holds` (true for 0, false from some point on): [rows]."""
+
+    def bit(i: jax.Array, found_Q: jax.Array) -> jax.Array:
+        candidate_Q = found_Q | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(candidate_Q), candidate_Q, found_Q)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
+
+
+def gumbel(seed_I: jax.Array, position: jax.Array, width: int) -> jax.Array:
+    """Standard Gumbel noise, float32 [width], a function of the 64-bit seed and the position alone."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed_I, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (width,), jnp.float32)
+
+
+def score(raw_QV: jax.Array, token_Q: jax.Array, num_top: int) -> Scores:
+    """Log-softmax of the raw logits at the tokens and at the `num_top` best ids."""
+    normaliser_Q = jax.nn.logsumexp(raw_QV, axis=1)
+    chosen_Q = jnp.take_along_axis(raw_QV, token_Q[:, None], axis=1)
+    rank_Q = 1 + jnp.sum(raw_QV > chosen_Q, axis=1, dtype=jnp.int32)
+    top_QL, top_id_QL = lax.top_k(raw_QV, num_top)
+    return Scores(chosen_Q[:, 0] - normaliser_Q, rank_Q, top_id_QL, top_QL - normaliser_Q[:, None])
+
+
+def remember(slots: SlotTables, slot_Q: jax.Array, token_Q: jax.Array) -> SlotTables:
+    """The drawn tokens become the slots' last ones and are counted."""
+    recent_QI = jnp.concatenate((slots.recent_SI[slot_Q, 1:], token_Q[:, None]), axis=1)
+    return dataclasses.replace(
+        slots,
+        last_token_S=slots.last_token_S.at[slot_Q].set(token_Q),
+        recent_SI=slots.recent_SI.at[slot_Q].set(recent_QI),
+        count_SV=slots.count_SV.at[slot_Q, token_Q].add(1),
+    )

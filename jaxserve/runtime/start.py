@@ -1,0 +1,295 @@
+"""From a ModelSpec and a way to load weights to a warm StepRunner: weights, pool, compiled programs, warm-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.batch import Bucket, Layout, Shape
+from jaxserve.config import Config
+from jaxserve.errors import DeviceError
+from jaxserve.mesh import make_mesh, sharding
+from jaxserve.models.decoder import SplitDecoder, split_decoder
+from jaxserve.models.spec import ModelSpec
+from jaxserve.runtime.compile import compile_all, drop_damaged_entries, use_compile_cache
+from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
+from jaxserve.runtime.runner import Programs, StepRunner, all_buckets
+from jaxserve.runtime.state import (
+    INSTALL_ROWS,
+    PLAIN_WORDS,
+    State,
+    install_plain,
+    install_wide,
+    make_state,
+    state_bytes,
+    state_shapes,
+    wide_row_shapes,
+)
+from jaxserve.runtime.step import StepOptions, make_step
+from jaxserve.runtime.weights import Load, load_weights, random_weights
+from pallas_kernels.device import device_of
+
+log = logging.getLogger("jaxserve.start")
+
+Progress = Callable[[str], None]  # one line for a person who waits
+
+CPU_POOL_SHARE = 0.25  # of the free host memory, where no size is given,
+CPU_POOL_MOST_BYTES = 2 << 30  # and at most this
+GPU_POOL_SHARE = 0.98  # of what the allocator was given (`environment.py`): the rest is fragmentation and code
+SCORED_TOKENS = 256  # packed tokens of the one scored program: its logits are [tokens, vocabulary]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A warm runner and what the engine must know of it."""
+
+    runner: StepRunner
+    shape: Shape
+    times_s: dict[str, float]  # where the start's time went, in order
+
+
+def devices_for(config: Config) -> list[jax.Device]:
+    """The devices of the configured platform. Raises DeviceError where JAX has none."""
+    wanted = config.runtime.device
+    try:
+        return jax.devices() if wanted == "auto" else jax.devices("gpu" if wanted == "cuda" else wanted)
+    except RuntimeError as error:
+        raise DeviceError(f"--device: got {wanted}, but JAX found no such device ({error})") from error
+
+
+def start_runner(
+    spec: ModelSpec, config: Config, load: Load | None, vocab_size: int, progress: Progress, cache_fill: float = 0.0
+) -> Started:
+    """`config` is resolved. `load` None makes random weights. `vocab_size`: ids that may be sampled.
+
+    Raises DeviceError where memory does not suffice, CheckpointError where the weights do not fit.
+    """
+    times_s: dict[str, float] = {}
+    clock = time.perf_counter
+    began_s = clock()
+
+    def lap(name: str) -> None:
+        nonlocal began_s
+        times_s[name], began_s = clock() - began_s, clock()
+
+    devices = devices_for(config)
+    mesh = make_mesh(devices, config.runtime.tensor_parallel_size)
+    dtype = jnp.dtype(config.model.dtype)
+    split = split_decoder(spec, dtype, mesh)
+    free_before_bytes = device_memory(devices[0])[0]
+    check_weights_fit(split, free_before_bytes, config)
+    lap("devices")
+    progress("loading weights" if load else "making random weights")
+    leaves = load_weights(split, load) if load else random_weights(split, config.model.seed)
+    jax.block_until_ready(leaves)
+    lap("weights")
+    folder = compile_cache_folder(config)
+    use_compile_cache(folder)
+    with drop_damaged_entries(folder):
+        compiled = compile_fitting(spec, split, config, mesh, vocab_size, free_before_bytes, progress)
+    lap("compile")
+    state = make_state(compiled.shapes, cache_fill)
+    runner = StepRunner(leaves, state, compiled.programs, compiled.options, mesh, spec.vocab_size)
+    lap("cache")
+    progress("warming up")
+    runner.warm_up()
+    lap("warm-up")
+    return Started(runner, compiled.options.shape, times_s)
+
+
+def check_weights_fit(split: SplitDecoder, limit_bytes: int, config: Config) -> None:
+    """Refuse before anything is allocated."""
+    weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in split.leaves)
+    per_device = weights_bytes / config.runtime.tensor_parallel_size
+    if per_device > limit_bytes:
+        raise DeviceError(
+            f"the weights take {per_device / 1e9:.2f} GB a device in {config.model.dtype}, "
+            f"and {limit_bytes / 1e9:.2f} GB are there"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The programs, and the state that they were compiled for."""
+
+    programs: Programs
+    shapes: State
+    options: StepOptions
+
+
+def compile_fitting(
+    spec: ModelSpec,
+    split: SplitDecoder,
+    config: Config,
+    mesh: Mesh,
+    vocab_size: int,
+    limit_bytes: int,
+    progress: Progress,
+) -> Compiled:
+    """Size the pool and compile everything.
+
+    The programs' shapes hold the pool's size, and the pool's size depends on the workspace of the largest program: it
+    is compiled alone first with an estimate, and again only if the estimate was too low.
+    """
+    device = mesh.devices.flat[0]
+    dtype = jnp.dtype(config.model.dtype)
+    buckets = all_buckets(
+        config.runtime.decode_buckets,
+        config.runtime.mixed_buckets,
+        min(SCORED_TOKENS, config.schedule.max_num_batched_tokens),
+    )
+    workspace_bytes = estimate_workspace_bytes(spec, config)
+    for _ in range(3):
+        request = pool_request(spec, config, dtype)
+        num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
+        shape = make_shape(config, num_pages, vocab_size)
+        options = StepOptions(shape, device_of(device), config.runtime.attention)
+        shapes = state_shapes(spec, shape, dtype, mesh)
+        progress(f"compiling {buckets[0].program.value} {buckets[0].rows} (the largest program)")
+        largest = lower_step(split, buckets[0], options, shapes, mesh)().compile()
+        needed_bytes = largest.memory_analysis().temp_size_in_bytes if largest.memory_analysis() else 0
+        if needed_bytes <= workspace_bytes or config.runtime.device == "cpu":
+            break
+        log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
+        workspace_bytes = int(needed_bytes * 1.1)
+    lowerings = {bucket: lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
+    lowerings |= lower_installs(shapes, spec.vocab_size, mesh)
+    compiled = compile_all(
+        lowerings,
+        threads=max(1, min(8, os.cpu_count() or 1)),
+        done=lambda key, n, total: progress(f"compiled {name_of(key)} ({n} of {total})"),
+    )
+    steps = {bucket: largest if bucket is buckets[0] else compiled[bucket] for bucket in buckets}
+    log_pool(request, shape, workspace_bytes, spec)
+    return Compiled(Programs(steps, compiled["install_plain"], compiled["install_wide"]), shapes, options)
+
+
+def name_of(key: Bucket | str) -> str:
+    """How progress lines call a program."""
+    return key if isinstance(key, str) else f"{key.program.value} {key.rows}"
+
+
+def make_shape(config: Config, num_pages: int, vocab_size: int) -> Shape:
+    """The static sizes of the engine."""
+    page = config.cache.page_size_tokens
+    longest = min(config.model.max_model_len or 0, num_pages * page)
+    return Shape(
+        num_slots=config.schedule.max_num_seqs,
+        num_pages=num_pages,
+        page_size_tokens=page,
+        max_pages_per_seq=-(-longest // page),
+        max_chunks=min(config.schedule.max_num_chunks, config.schedule.max_num_seqs),
+        vocab_size=vocab_size,
+        max_logprobs=min(config.runtime.max_logprobs, vocab_size),
+        max_model_len=longest,
+    )
+
+
+def pool_request(spec: ModelSpec, config: Config, dtype: jnp.dtype) -> PoolRequest:
+    """What the pool is sized from, per device."""
+    shapes = spec.attention.cache_shapes(1, config.cache.page_size_tokens)
+    page_bytes = spec.num_layers * sum(int(np.prod(dims)) for dims in shapes) * dtype.itemsize
+    return PoolRequest(
+        page_bytes=page_bytes // config.runtime.tensor_parallel_size,
+        page_size_tokens=config.cache.page_size_tokens,
+        max_model_len=config.model.max_model_len or spec.max_len,
+        max_num_seqs=config.schedule.max_num_seqs,
+        num_pages=config.cache.num_pages,
+        cache_memory_bytes=config.cache.cache_memory_bytes,
+        utilization=1.0 if config.runtime.device == "cpu" else GPU_POOL_SHARE,
+    )
+
+
+def size_pool(
+    request: PoolRequest,
+    split: SplitDecoder,
+    spec: ModelSpec,
+    config: Config,
+    mesh: Mesh,
+    limit_bytes: int,
+    workspace_bytes: int,
+) -> int:
+    """Pages for this much workspace. On the CPU what is free counts after the weights, which share the memory."""
+    device = mesh.devices.flat[0]
+    if config.runtime.device == "cpu":
+        share_bytes = min(int(device_memory(device)[0] * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
+        return pool_pages(request, share_bytes, 0, 0)
+    weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in split.leaves) // mesh.devices.size
+    probe = state_shapes(spec, make_shape(config, pages_per_sequence(request), spec.vocab_size), jnp.float32, mesh)
+    used_bytes = weights_bytes + state_bytes(probe)
+    return pool_pages(request, limit_bytes, used_bytes, workspace_bytes)
+
+
+def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
+    """A first guess of the largest program's temporaries: logits in a few copies, and the widest activations."""
+    tokens, rows = config.schedule.max_num_batched_tokens, config.schedule.max_num_seqs
+    logits_bytes = 4 * spec.vocab_size * 4 * max(rows, SCORED_TOKENS)
+    widest = max(2 * spec.mlp_width, 4 * spec.attention.num_heads * spec.attention.head_dim)
+    return logits_bytes + tokens * widest * 2 * 4 + (256 << 20)
+
+
+def device_memory(device: jax.Device) -> tuple[int, int]:
+    """(bytes that may be used, bytes in use): the allocator's figures on a GPU, the host's free memory on the CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats["bytes_limit"], stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+
+
+def lower_step(
+    split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh
+) -> Callable[[], jax.stages.Lowered]:
+    """A function that lowers the bucket's step; every placement is fixed here, so warm-up and serving agree."""
+    everywhere = sharding(mesh)
+    vector = jax.ShapeDtypeStruct((Layout(bucket, options.shape).words,), jnp.int32, sharding=everywhere)
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    jitted = jax.jit(make_step(split, bucket, options), donate_argnums=1, out_shardings=(places, everywhere))
+    return lambda: jitted.lower(list(split.leaves), shapes, vector)
+
+
+def lower_installs(shapes: State, vocab_rows: int, mesh: Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """The two programs that fill slots."""
+    everywhere = sharding(mesh)
+    rows = jax.ShapeDtypeStruct((INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=everywhere)
+    wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(vocab_rows))
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
+    programs = {"install_plain": (install_plain, rows), "install_wide": (install_wide, wide)}
+    return {
+        name: lambda fn=fn, argument=argument: (
+            jax.jit(fn, donate_argnums=0, out_shardings=places).lower(shapes.slots, argument)
+        )
+        for name, (fn, argument) in programs.items()
+    }
+
+
+def replace_sharding(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """The same shape and dtype, placed there."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def compile_cache_folder(config: Config) -> Path | None:
+    """The configured folder; "" turns the cache off."""
+    return Path(config.runtime.compile_cache_dir) if config.runtime.compile_cache_dir else None
+
+
+def log_pool(request: PoolRequest, shape: Shape, workspace_bytes: int, spec: ModelSpec) -> None:
+    """The sum that the pool's size came from."""
+    log.info(
+        "cache: %d pages of %d tokens = %.2f GB (%d tokens, %.1f requests of max_model_len %d); workspace %.2f GB",
+        shape.num_pages,
+        shape.page_size_tokens,
+        shape.num_pages * request.page_bytes / 1e9,
+        shape.num_pages * shape.page_size_tokens,
+        shape.num_pages / pages_per_sequence(replace(request, max_model_len=shape.max_model_len)),
+        shape.max_model_len,
+        workspace_bytes / 1e9,
+    )

@@ -1,0 +1,140 @@
+"""The pure step programs: (weights, state, batch vector) -> (state, out), with the state donated.
+
+decode[B]: one token a row. mixed[T]: decode rows first, then chunks of prompts. scored[T]: mixed, and the logprobs of
+every packed token. Block table changes are applied first, so that the step itself sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.batch import Bucket, Layout, Program, Shape
+from jaxserve.layers.paged import Chunks, Paged
+from jaxserve.models.decoder import Decoder, SplitDecoder
+from jaxserve.runtime.sample import Sampled, Scores, sample, score
+from jaxserve.runtime.state import State
+from pallas_kernels.device import Device
+
+Step = Callable[[list[jax.Array], State, jax.Array], tuple[State, "Out"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True)
+class Out:
+    """A step's outputs; arrays of their own, since the donated state cannot be read after the next dispatch."""
+
+    sampled: Sampled
+    prompt_scores: Scores | None  # scored programs only, one row a packed token
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What is fixed for all programs of an engine."""
+
+    shape: Shape
+    device: Device
+    attention: str  # a registry name, or "auto"
+
+
+def make_step(split: SplitDecoder, bucket: Bucket, options: StepOptions) -> Step:
+    """The function to jit for this bucket, named after it so that profiles and cache entries can be told apart."""
+    layout = Layout(bucket, options.shape)
+    body = decode if bucket.program is Program.DECODE else mixed
+
+    def step(leaves: list[jax.Array], state: State, vector: jax.Array) -> tuple[State, Out]:
+        return body(split.merge(leaves), state, layout.views(vector), options, bucket)
+
+    step.__name__ = f"{bucket.program.value}_{bucket.rows}"
+    return step
+
+
+def decode(
+    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket
+) -> tuple[State, Out]:
+    """Each row feeds its slot's last token at `position` and samples the next."""
+    shape = options.shape
+    table_SM = updated_table(state.table_SM, batch)
+    slot_B, position_B = batch["slot"], batch["position"]
+    live_B = slot_B < shape.num_slots
+    table_BM = table_SM[slot_B]
+    page_B, offset_B = places(table_SM, slot_B, position_B, shape)
+    paged = Paged(
+        options.device,
+        options.attention,
+        page_B,
+        offset_B,
+        table_BM,
+        length_B=jnp.where(live_B, position_B + 1, 0),
+    )
+    hidden_BD, caches = model(state.slots.last_token_S[slot_B], position_B, state.caches, paged)
+    slots, sampled = sample(
+        model.logits(hidden_BD),
+        slot_B,
+        position_B + 1,
+        state.slots,
+        batch["flags"][0],
+        vocab_size=shape.vocab_size,
+        num_top=shape.max_logprobs,
+    )
+    return State(caches, table_SM, slots), Out(sampled, None)
+
+
+def mixed(
+    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket
+) -> tuple[State, Out]:
+    """T packed tokens; rows named by sample_row are sampled. Scored programs also score `target` at every token."""
+    shape = options.shape
+    table_SM = updated_table(state.table_SM, batch)
+    slot_T, position_T = batch["slot"], batch["position"]
+    token_T = jnp.where(batch["token"] < 0, state.slots.last_token_S[slot_T], batch["token"])
+    rows = min(bucket.rows, shape.num_slots)
+    is_decode_B = jnp.arange(rows, dtype=jnp.int32) < batch["num_decode"][0]
+    page_T, offset_T = places(table_SM, slot_T, position_T, shape)
+    paged = Paged(
+        options.device,
+        options.attention,
+        page_T,
+        offset_T,
+        table_BM=table_SM[slot_T[:rows]],
+        length_B=jnp.where(is_decode_B, position_T[:rows] + 1, 0),
+        chunks=Chunks(
+            table_SM[batch["chunk_slot"]], batch["chunk_start"], batch["chunk_tokens"], batch["chunk_position"]
+        ),
+    )
+    hidden_TD, caches = model(token_T, position_T, state.caches, paged)
+    row_Q = batch["sample_row"]
+    slots, sampled = sample(
+        model.logits(hidden_TD[row_Q]),
+        batch["sample_slot"],
+        position_T[row_Q] + 1,
+        state.slots,
+        batch["flags"][0],
+        vocab_size=shape.vocab_size,
+        num_top=shape.max_logprobs,
+    )
+    scores = score_prompt(model, hidden_TD, batch["target"], shape) if bucket.program is Program.SCORED else None
+    return State(caches, table_SM, slots), Out(sampled, scores)
+
+
+def updated_table(table_SM: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """Write the changed block table entries; padding goes to the scratch row."""
+    return table_SM.at[batch["update_slot"], batch["update_index"]].set(batch["update_page"])
+
+
+def places(
+    table_SM: jax.Array, slot_T: jax.Array, position_T: jax.Array, shape: Shape
+) -> tuple[jax.Array, jax.Array]:
+    """Page and row in it of each packed token; padding gets page P, whose writes are dropped."""
+    page_T = table_SM[slot_T, position_T // shape.page_size_tokens]
+    return jnp.where(slot_T < shape.num_slots, page_T, shape.num_pages), position_T % shape.page_size_tokens
+
+
+def score_prompt(model: Decoder, hidden_TD: jax.Array, target_T: jax.Array, shape: Shape) -> Scores:
+    """Logprobs of each packed token's successor; rows without one (target -1) hold numbers that nobody reads."""
+    raw_TV = model.logits(hidden_TD)
+    raw_TV = jnp.where(jnp.arange(raw_TV.shape[1]) < shape.vocab_size, raw_TV, -jnp.inf)
+    return score(raw_TV, jnp.maximum(target_T, 0), shape.max_logprobs)
