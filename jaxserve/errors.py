@@ -1,18 +1,18 @@
 """The words for what can go wrong; every room raises these, `server` maps them to gRPC status codes.
 
-    JaxserveError                     (INTERNAL)
-    ├── InvalidRequest                (INVALID_ARGUMENT)     a field of a request is not allowed
-    ├── DuplicateRequest              (ALREADY_EXISTS)       a request id that is still alive
-    ├── MessageTooLarge               (RESOURCE_EXHAUSTED)   a message over the documented limit
-    ├── QueueFull                     (RESOURCE_EXHAUSTED)   the waiting queue is at its limit
-    ├── RequestCancelled              (CANCELLED)            by the client, by Abort or by its deadline's owner
-    ├── DeadlineExceeded              (DEADLINE_EXCEEDED)
-    ├── RequestFailed                 (INTERNAL)             one request failed, the engine goes on
-    ├── EngineUnavailable             (UNAVAILABLE)          starting, draining or gone
-    ├── ConfigError                   (FAILED_PRECONDITION)  a flag or a combination of flags
-    ├── ModelError                    (FAILED_PRECONDITION)  an architecture or configuration we cannot serve
-    ├── CheckpointError               (FAILED_PRECONDITION)  a file is missing, damaged or does not fit the model
-    └── DeviceError                   (FAILED_PRECONDITION)  no such device, or too little of its memory
+JaxserveError                     (INTERNAL)
+├── InvalidRequest                (INVALID_ARGUMENT)     a field of a request is not allowed
+├── DuplicateRequest              (ALREADY_EXISTS)       a request id that is still alive
+├── MessageTooLarge               (RESOURCE_EXHAUSTED)   a message over the documented limit
+├── QueueFull                     (RESOURCE_EXHAUSTED)   the waiting queue is at its limit
+├── RequestCancelled              (CANCELLED)            by the client, by Abort or by its deadline's owner
+├── DeadlineExceeded              (DEADLINE_EXCEEDED)
+├── RequestFailed                 (INTERNAL)             one request failed, the engine goes on
+├── EngineUnavailable             (UNAVAILABLE)          starting, draining or gone
+├── ConfigError                   (FAILED_PRECONDITION)  a flag or a combination of flags
+├── ModelError                    (FAILED_PRECONDITION)  an architecture or configuration we cannot serve
+├── CheckpointError               (FAILED_PRECONDITION)  a file is missing, damaged or does not fit the model
+└── DeviceError                   (FAILED_PRECONDITION)  no such device, or too little of its memory
 """
 
 from __future__ import annotations

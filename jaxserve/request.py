@@ -1,6 +1,6 @@
 """The words of a request on its way: what the user asks, what the engine is told, and what comes back. numpy only.
 
-    SamplingParams -> (text rooms) -> TokenRequest -> engine -> EventBatch -> (text rooms) -> RequestOutput
+SamplingParams -> (text rooms) -> TokenRequest -> engine -> EventBatch -> (text rooms) -> RequestOutput
 """
 
 from __future__ import annotations
