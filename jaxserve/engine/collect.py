@@ -1,0 +1,125 @@
+"""From a step's results to events: takes StepOut and what was packed, moves the ledger on, leaves rows there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.batch import FLAG_LOGPROBS, StepOut
+from jaxserve.engine.ledger import Ledger
+from jaxserve.engine.pack import Packed
+from jaxserve.engine.sequence import Sequence
+from jaxserve.request import Finish, Logprobs
+
+NAN_SENTENCE = "the model's logits held NaN at this position; the sequence was ended, others are not affected"
+
+
+def collect(ledger: Ledger, packed: Packed, out: StepOut) -> None:
+    """Apply one step's results. Rows whose slot was vacated since the dispatch are dropped: an extra token."""
+    ledger.pool.step_collected(packed.step)
+    if packed.is_scored:
+        collect_scores(ledger, packed, out)
+    same_Q = ledger.slots.generation_S[packed.slot_Q] == packed.generation_Q
+    if np.count_nonzero(same_Q) == len(same_Q):
+        row_Q = slice(0, len(same_Q))  # the usual case, without copies
+    else:
+        row_Q = same_Q.nonzero()[0]
+    if len(packed.slot_Q[row_Q]):
+        collect_tokens(ledger, packed, out, row_Q)
+    if ledger.slots.leaving:
+        ledger.requeue_leaving()
+
+
+def collect_tokens(ledger: Ledger, packed: Packed, out: StepOut, row_Q: np.ndarray | slice) -> None:
+    """Append the tokens of `row_Q`, end the sequences that are complete, and leave a row for each."""
+    slots = ledger.slots
+    slot_Q, token_Q = packed.slot_Q[row_Q], out.token_ids[row_Q]
+    for chunk, generation in zip(packed.chunks, packed.chunk_generations, strict=True):
+        if chunk.is_last and not chunk.sequence.answered and slots.generation_S[chunk.slot] == generation:
+            answer(ledger, chunk.sequence)
+    slots.outputs.append(slot_Q, token_Q)
+    stopped_Q = slots.stops.match(slot_Q, token_Q)
+    full_Q = packed.position_Q[row_Q] + 1 >= slots.limit_S[slot_Q]
+    bad_Q = out.bad_rows[row_Q]
+    ended_Q = stopped_Q | full_Q | bad_Q
+    entries = row_logprobs(out, row_Q, slots.top_S[slot_Q]) if packed.flags & FLAG_LOGPROBS else {}
+    ledger.generation_tokens += len(slot_Q)
+    if not np.count_nonzero(ended_Q):
+        ledger.events.add_running(slots.handle_S[slot_Q], token_Q, entries)
+        return
+    kept = (~ended_Q).nonzero()[0]
+    if len(kept):
+        kept_entries = {row: entries[i] for row, i in enumerate(kept.tolist()) if i in entries}
+        ledger.events.add_running(slots.handle_S[slot_Q[kept]], token_Q[kept], kept_entries)
+    for i in ended_Q.nonzero()[0].tolist():
+        sequence = slots.sequences[slot_Q[i]]
+        assert sequence is not None, slot_Q[i]
+        if bad_Q[i]:
+            ledger.generation_tokens -= 1
+            ledger.finish(sequence, Finish.ERROR, error=NAN_SENTENCE)
+        else:
+            reason = Finish.STOP if stopped_Q[i] else Finish.LENGTH
+            ledger.finish(sequence, reason, int(token_Q[i]), logprobs=entries.get(i))
+
+
+def answer(ledger: Ledger, sequence: Sequence) -> None:
+    """What goes with a sequence's first row."""
+    handle, events = sequence.request.handle, ledger.events
+    sequence.answered = True
+    ledger.prompt_tokens += sequence.num_prompt_tokens
+    events.cached_tokens[handle] = 0
+    events.queue_s[handle] = sequence.queue_s or 0.0
+    if sequence.wants_scores:
+        events.prompt_logprobs[handle] = join(sequence.scores, sequence.request.prompt_logprobs or 0)
+        sequence.wants_scores = False
+        sequence.scores.clear()
+
+
+def row_logprobs(out: StepOut, row_Q: np.ndarray | slice, top_Q: np.ndarray) -> dict[int, Logprobs]:
+    """By index into `row_Q`, for those that asked (top_Q >= 0): the row's chosen token and its best ones."""
+    assert out.chosen_logprobs is not None and out.chosen_ranks is not None
+    assert out.top_ids is not None and out.top_logprobs is not None
+    found = {}
+    rows = np.arange(len(out.token_ids))[row_Q].tolist()
+    for i in (top_Q >= 0).nonzero()[0].tolist():
+        row, top = rows[i], int(top_Q[i])
+        found[i] = Logprobs(
+            out.chosen_logprobs[row : row + 1].copy(),
+            out.chosen_ranks[row : row + 1].copy(),
+            out.top_ids[row : row + 1, :top].copy(),
+            out.top_logprobs[row : row + 1, :top].copy(),
+        )
+    return found
+
+
+def collect_scores(ledger: Ledger, packed: Packed, out: StepOut) -> None:
+    """Keep the logprobs of each scored chunk's prompt tokens until its prompt is complete."""
+    assert out.score_chosen is not None and out.score_ranks is not None
+    assert out.score_top_ids is not None and out.score_top is not None
+    for chunk, generation, at in zip(packed.chunks, packed.chunk_generations, packed.chunk_starts, strict=True):
+        sequence = chunk.sequence
+        targets = min(chunk.tokens, sequence.num_prompt_tokens - 1 - chunk.start)
+        if ledger.slots.generation_S[chunk.slot] != generation or not sequence.wants_scores or targets <= 0:
+            continue
+        rows, top = slice(at, at + targets), sequence.request.prompt_logprobs or 0
+        sequence.scores.append(
+            Logprobs(
+                out.score_chosen[rows].copy(),
+                out.score_ranks[rows].copy(),
+                out.score_top_ids[rows, :top].copy(),
+                out.score_top[rows, :top].copy(),
+            )
+        )
+
+
+def join(parts: list[Logprobs], top: int) -> Logprobs:
+    """The parts one after the other; a prompt of one token has none."""
+    if not parts:
+        return Logprobs(
+            np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros((0, top), np.int32), np.zeros((0, top), np.float32)
+        )
+    return Logprobs(
+        np.concatenate([part.chosen for part in parts]),
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top for part in parts]),
+    )

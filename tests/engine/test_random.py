@@ -1,0 +1,168 @@
+"""Random traffic on tiny pools: page sums each step, one end each, and outputs as if every request were alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config import RuntimeConfig
+from jaxserve.engine.pages import pages_for
+from jaxserve.request import Finish
+from tests.engine.harness import Bench, make_request
+from tests.fakes.runner import Row, hash_tokens, make_shape, next_token, solo_tokens
+
+STOP_IDS = tuple(range(0, 1000, 37))  # a token in 37 of the tiny model's ends a sequence
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a drawn traffic."""
+
+    after_steps: int  # iterations after the one before it
+    prompt_tokens: int
+    max_tokens: int
+    cancel_after: int | None  # iterations
+    stops: bool
+    prompt_logprobs: bool
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    after_steps=st.integers(0, 4),
+    prompt_tokens=st.integers(1, 70),
+    max_tokens=st.integers(1, 30),
+    cancel_after=st.none() | st.integers(0, 20),
+    stops=st.booleans(),
+    prompt_logprobs=st.booleans(),
+)
+
+
+def expected(bench: Bench, handle: int) -> tuple[list[int], Finish]:
+    """Tokens and finish of an undisturbed run."""
+    request = bench.requests[handle]
+    tokens = solo_tokens(request.prompt_token_ids, request.max_tokens, bench.shape.vocab_size)
+    for count, token in enumerate(tokens, 1):
+        if token in request.stop_token_ids:
+            return tokens[:count], Finish.STOP
+    return tokens, Finish.LENGTH
+
+
+def drive(bench: Bench, arrivals: list[Arrival]) -> None:
+    """Play the traffic to its end."""
+    cancels: dict[int, list[int]] = {}
+    for handle, arrival in enumerate(arrivals):
+        for _ in range(arrival.after_steps):
+            bench.cancel(*cancels.pop(bench.iterations, ()))
+            bench.step()
+        bench.submit(
+            make_request(
+                handle,
+                arrival.prompt_tokens,
+                arrival.max_tokens,
+                stop_token_ids=STOP_IDS if arrival.stops else (),
+                prompt_logprobs=1 if arrival.prompt_logprobs else None,
+            )
+        )
+        if arrival.cancel_after is not None:
+            cancels.setdefault(bench.iterations + arrival.cancel_after, []).append(handle)
+    while cancels:
+        bench.cancel(*cancels.pop(bench.iterations, ()))
+        bench.step()
+    bench.finish()
+
+
+@settings(max_examples=150)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=1, max_size=14),
+    num_slots=st.integers(1, 5),
+    num_pages=st.integers(13, 30),
+    page_size_tokens=st.sampled_from([8, 16]),
+    max_chunks=st.integers(1, 3),
+    budget_tokens=st.integers(8, 80),
+)
+def test_any_traffic_gives_the_outputs_of_solo_runs(
+    arrivals: list[Arrival], num_slots: int, num_pages: int, page_size_tokens: int, max_chunks: int, budget_tokens: int
+) -> None:
+    shape = make_shape(num_slots, num_pages, page_size_tokens, 128, max_chunks)
+    bench = Bench(shape, budget_tokens=budget_tokens, runtime=RuntimeConfig(mixed_buckets=(8, 80)))
+    drive(bench, arrivals)
+    for handle, arrival in enumerate(arrivals):
+        tokens, finish = expected(bench, handle)
+        answer = bench.answers[handle]
+        if pages_for(arrival.prompt_tokens + arrival.max_tokens - 1, page_size_tokens) > num_pages:
+            assert answer.finish is Finish.ERROR and not answer.token_ids
+        elif answer.finish is Finish.CANCELLED:
+            assert arrival.cancel_after is not None
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+        else:
+            assert (answer.token_ids, answer.finish) == (tokens, finish)
+            if arrival.prompt_logprobs:
+                assert answer.prompt_logprobs is not None
+                assert len(answer.prompt_logprobs.chosen) == arrival.prompt_tokens - 1
+
+
+@settings(max_examples=60)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=1, max_size=8),
+    failing=st.sets(st.integers(1, 30), max_size=4),
+    in_dispatch=st.booleans(),
+)
+def test_failures_at_any_step_end_some_and_harm_nobody_else(
+    arrivals: list[Arrival], failing: set[int], in_dispatch: bool
+) -> None:
+    bench = Bench(make_shape(3, 14, 16, 128, 2), budget_tokens=40)
+    left = set(failing)
+
+    def fail(step: int) -> None:
+        if step in left:
+            left.discard(step)
+            raise RuntimeError(f"step {step}")
+
+    if in_dispatch:
+        bench.runner.before_dispatch = fail
+    else:
+        bench.runner.before_result = fail
+    drive(bench, arrivals)
+    for handle in bench.answers:
+        tokens, finish = expected(bench, handle)
+        answer = bench.answers[handle]
+        if answer.finish in (Finish.CANCELLED, Finish.ERROR):
+            assert answer.token_ids == tokens[: len(answer.token_ids)]
+        else:
+            assert (answer.token_ids, answer.finish) == (tokens, finish)
+
+
+def test_b095_no_page_is_lost_over_5000_requests() -> None:
+    """B095: ends by stop id, length, cancel, a front's stop string and bad logits; a drain each 500 requests."""
+
+    def script(row: Row) -> int | np.ndarray:
+        token = next_token(row.history, 1000)
+        if row.install.seed % 50 == 7 and row.output_index == 1:
+            return np.full(1000, np.nan, np.float32)
+        return token
+
+    bench = Bench(make_shape(num_slots=24, num_pages=60, page_size_tokens=8), budget_tokens=128, script=script)
+    handle = 0
+    for _ in range(10):
+        cancels: dict[int, list[tuple[int, Finish]]] = {}
+        for first in range(handle, handle + 500, 10):
+            for handle in range(first, first + 10):
+                draw = hash_tokens(np.array([handle]))
+                stops = STOP_IDS if draw % 3 == 0 else ()
+                bench.submit(make_request(handle, 1 + draw % 40, 1 + draw // 64 % 8, stop_token_ids=stops))
+                if draw % 5 == 0:
+                    reason = Finish.STOP if draw % 2 else Finish.CANCELLED
+                    cancels.setdefault(bench.iterations + draw // 128 % 12, []).append((handle, reason))
+            for _ in range(4):
+                for cancelled, reason in cancels.pop(bench.iterations, ()):
+                    bench.cancel(cancelled, reason=reason)
+                bench.step()
+        handle += 1
+        bench.finish()
+    assert handle == 5000
+    counts = bench.engine.stats().finished_total
+    assert sum(counts.values()) == 5000 and set(counts) == {"stop", "length", "cancelled", "error"}
+    assert not bench.engine.ledger.live and not bench.engine.ledger.events.build()
