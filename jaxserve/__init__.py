@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxserve.client import Client
+    from jaxserve.engine_app import explain_model
     from jaxserve.errors import (
         CheckpointError,
         ConfigError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxserve.llm",
     "Client": "jaxserve.client",
+    "explain_model": "jaxserve.engine_app",
     "SamplingParams": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
@@ -52,6 +54,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "explain_model",
 ]
 
 

@@ -119,7 +119,7 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
         )
     schedule = config.schedule
     if not runtime.decode_buckets:
-        runtime = replace(runtime, decode_buckets=decode_buckets(schedule.max_num_seqs))
+        runtime = replace(runtime, decode_buckets=decode_buckets(schedule.max_num_seqs, facts.platform))
     if not runtime.mixed_buckets:
         runtime = replace(runtime, mixed_buckets=mixed_buckets(schedule.max_num_batched_tokens))
     resolved = replace(config, model=model, cache=cache, runtime=runtime)
@@ -150,9 +150,14 @@ def check_ranges(config: Config) -> None:
             raise ConfigError(f"{flag}: got {given!r}, allowed: {allowed}")
 
 
-def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of the decode programs: powers of two, ending in `max_num_seqs` itself."""
-    sizes = [1 << i for i in range(13) if 1 << i < max_num_seqs]
+def decode_buckets(max_num_seqs: int, platform: str = "cuda") -> tuple[int, ...]:
+    """Batch sizes of the decode programs, ending in `max_num_seqs` itself.
+
+    On a GPU powers of two from 16: XLA's products with fewer rows are slower than with 16. On the CPU powers of four,
+    since compiling takes longer there than the rows of padding.
+    """
+    first, factor = (16, 2) if platform == "cuda" else (1, 4)
+    sizes = [size for i in range(13) if (size := first * factor**i) < max_num_seqs]
     return (*sizes, max_num_seqs)
 
 

@@ -36,6 +36,4 @@ def product(x_TD: jax.Array, weight: jax.Array, out_dtype: jnp.dtype | None = No
     """x [T, D] times weight [..., D] as one dot; see `contract`."""
     precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
     over_last = (((1,), (weight.ndim - 1,)), ((), ()))
-    return lax.dot_general(
-        x_TD, weight, over_last, precision=precision, preferred_element_type=out_dtype or x_TD.dtype
-    )
+    return lax.dot_general(x_TD, weight, over_last, precision=precision, preferred_element_type=out_dtype or x_TD.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies from a RopeSpec, angles once a step, applied to queries and keys in each layer.
+"""Rotary position embedding: frequencies from a RopeSpec, angles once a step, applied to queries and keys of a layer.
 
 Scaling types follow transformers' `modeling_rope_utils` (5.17), which is what checkpoints are trained and tested with.
 """

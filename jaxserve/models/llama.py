@@ -19,7 +19,9 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
     hidden, heads = read(config, "hidden_size", int), read(config, "num_attention_heads", int)
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ModelError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise ModelError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
     head_dim = config.get("head_dim") or hidden // heads
     rope: RopeSpec = rope_spec(config, head_dim)
     bias = bool(config.get("attention_bias", False))

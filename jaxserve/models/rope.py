@@ -49,7 +49,7 @@ def need(fields: dict[str, Any], name: str, kind: str) -> Any:
 
 
 def yarn_fields(fields: dict[str, Any], factor: float) -> dict[str, Any]:
-    """YaRN's own fields; attention_factor as transformers: given, or from mscale and mscale_all_dim, or 0.1 ln f + 1."""
+    """YaRN's own fields; attention_factor as transformers: given, from mscale and mscale_all_dim, or 0.1 ln f + 1."""
     attention_factor = fields.get("attention_factor")
     if attention_factor is None:
         mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")

@@ -28,7 +28,7 @@ def pages_per_sequence(request: PoolRequest) -> int:
 def pool_pages(request: PoolRequest, limit_bytes: int, used_bytes: int, workspace_bytes: int) -> int:
     """Number of pages; never more than all slots could use.
 
-    Raises DeviceError where not even one page fits, with the sum; ConfigError where a fixed number or size is too small.
+    Raises DeviceError where not even one page fits, with the sum; ConfigError where a fixed size is too small.
     """
     most = request.max_num_seqs * pages_per_sequence(request)
     if request.num_pages is not None:

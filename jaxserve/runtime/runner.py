@@ -6,6 +6,7 @@ Nothing here waits for the device but `Pending.result`, so step n+1 can be dispa
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
@@ -13,12 +14,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.batch import FLAG_LOGPROBS, Batch, Bucket, Install, Layout, Program, StepOut
+from jaxserve.batch import FLAG_LOGPROBS, Batch, Bucket, Install, Layout, StepOut
 from jaxserve.mesh import sharding
 from jaxserve.runtime.compile import CompileCounter
 from jaxserve.runtime.sample import Scores
-from jaxserve.runtime.state import INSTALL_ROWS, State, SlotTables, plain_rows, row_flags, wide_row
+from jaxserve.runtime.state import (
+    INSTALL_ROWS,
+    SlotTables,
+    State,
+    make_state,
+    plain_rows,
+    row_flags,
+    scratch_row,
+    wide_row,
+)
 from jaxserve.runtime.step import Out, StepOptions
+
+log = logging.getLogger("jaxserve.runner")
 
 WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second run and settles on the third
 
@@ -75,13 +87,14 @@ class StepRunner:
         self,
         leaves: Sequence[jax.Array],
         state: State,
+        state_shapes: State,
         programs: Programs,
         options: StepOptions,
         mesh: Mesh,
         vocab_rows: int,
     ) -> None:
         self.leaves = list(leaves)
-        self.state = state
+        self.state, self.state_shapes = state, state_shapes
         self.programs = programs
         self.shape = options.shape
         self.replicated = sharding(mesh)
@@ -116,8 +129,24 @@ class StepRunner:
         return Pending(out, with_logprobs=bool(batch.vector[words] & FLAG_LOGPROBS))
 
     def recover(self) -> bool:
-        """After an exception: whether the state survived, so that the engine may go on."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        """After an exception: wait for what was dispatched; where the donated state is lost, make a new one.
+
+        False where the device does not even do that.
+        """
+        try:
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.state) if not leaf.is_deleted()])
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("the state of the failed step cannot be read: %s", error)
+            lost = True
+        if not lost:
+            return True
+        try:
+            self.state = make_state(self.state_shapes)
+        except jax.errors.JaxRuntimeError:
+            log.exception("no new state can be made")
+            return False
+        return True
 
     def warm_up(self) -> float:
         """Run every program with padding through the real path until XLA has settled; returns seconds taken."""
@@ -126,10 +155,7 @@ class StepRunner:
             self._set_slots(
                 self.programs.install_plain(self.state.slots, self._put(plain_rows([], self.shape.num_slots)))
             )
-            idle = Install(
-                self.shape.num_slots, np.zeros(1, np.int32), 1, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, (), (), None, (), ()
-            )
-            wide = jax.tree.map(self._put, wide_row(idle, self.vocab_rows))
+            wide = jax.tree.map(self._put, scratch_row(self.shape.num_slots, self.vocab_rows))
             self._set_slots(self.programs.install_wide(self.state.slots, wide))
             for bucket in self.programs.steps:
                 self.dispatch(Batch(bucket, Layout(bucket, self.shape).empty())).result()
@@ -150,10 +176,3 @@ class StepRunner:
 
     def _set_slots(self, slots: SlotTables) -> None:
         self.state = dataclasses.replace(self.state, slots=slots)
-
-
-def all_buckets(decode_rows: Sequence[int], mixed_tokens: Sequence[int], scored_tokens: int) -> list[Bucket]:
-    """Every step program of an engine, in the order in which it is lowered and warmed up: largest mixed one first."""
-    mixed = [Bucket(Program.MIXED, rows) for rows in sorted(mixed_tokens, reverse=True)]
-    decode = [Bucket(Program.DECODE, rows) for rows in sorted(decode_rows, reverse=True)]
-    return [*mixed, *decode, Bucket(Program.SCORED, scored_tokens)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.batch import Bucket, Layout, Shape
+from jaxserve.batch import Bucket, Layout, Program, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
 from jaxserve.mesh import make_mesh, sharding
@@ -22,7 +22,7 @@ from jaxserve.models.decoder import SplitDecoder, split_decoder
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runtime.compile import compile_all, drop_damaged_entries, use_compile_cache
 from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
-from jaxserve.runtime.runner import Programs, StepRunner, all_buckets
+from jaxserve.runtime.runner import Programs, StepRunner
 from jaxserve.runtime.state import (
     INSTALL_ROWS,
     PLAIN_WORDS,
@@ -45,7 +45,6 @@ Progress = Callable[[str], None]  # one line for a person who waits
 CPU_POOL_SHARE = 0.25  # of the free host memory, where no size is given,
 CPU_POOL_MOST_BYTES = 2 << 30  # and at most this
 GPU_POOL_SHARE = 0.98  # of what the allocator was given (`environment.py`): the rest is fragmentation and code
-SCORED_TOKENS = 256  # packed tokens of the one scored program: its logits are [tokens, vocabulary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,16 @@ def devices_for(config: Config) -> list[jax.Device]:
 
 
 def start_runner(
-    spec: ModelSpec, config: Config, load: Load | None, vocab_size: int, progress: Progress, cache_fill: float = 0.0
+    spec: ModelSpec,
+    config: Config,
+    buckets: Sequence[Bucket],
+    load: Load | None,
+    vocab_size: int,
+    progress: Progress,
+    cache_fill: float = 0.0,
 ) -> Started:
-    """`config` is resolved. `load` None makes random weights. `vocab_size`: ids that may be sampled.
+    """`config` is resolved, `buckets` are the programs that its engine will ask for. `load` None makes random weights.
+    `vocab_size`: ids that may be sampled.
 
     Raises DeviceError where memory does not suffice, CheckpointError where the weights do not fit.
     """
@@ -95,10 +101,12 @@ def start_runner(
     folder = compile_cache_folder(config)
     use_compile_cache(folder)
     with drop_damaged_entries(folder):
-        compiled = compile_fitting(spec, split, config, mesh, vocab_size, free_before_bytes, progress)
+        compiled = compile_fitting(
+            spec, split, config, largest_first(buckets), mesh, vocab_size, free_before_bytes, progress
+        )
     lap("compile")
     state = make_state(compiled.shapes, cache_fill)
-    runner = StepRunner(leaves, state, compiled.programs, compiled.options, mesh, spec.vocab_size)
+    runner = StepRunner(leaves, state, compiled.shapes, compiled.programs, compiled.options, mesh, spec.vocab_size)
     lap("cache")
     progress("warming up")
     runner.warm_up()
@@ -130,6 +138,7 @@ def compile_fitting(
     spec: ModelSpec,
     split: SplitDecoder,
     config: Config,
+    buckets: Sequence[Bucket],
     mesh: Mesh,
     vocab_size: int,
     limit_bytes: int,
@@ -142,11 +151,6 @@ def compile_fitting(
     """
     device = mesh.devices.flat[0]
     dtype = jnp.dtype(config.model.dtype)
-    buckets = all_buckets(
-        config.runtime.decode_buckets,
-        config.runtime.mixed_buckets,
-        min(SCORED_TOKENS, config.schedule.max_num_batched_tokens),
-    )
     workspace_bytes = estimate_workspace_bytes(spec, config)
     for _ in range(3):
         request = pool_request(spec, config, dtype)
@@ -171,6 +175,11 @@ def compile_fitting(
     steps = {bucket: largest if bucket is buckets[0] else compiled[bucket] for bucket in buckets}
     log_pool(request, shape, workspace_bytes, spec)
     return Compiled(Programs(steps, compiled["install_plain"], compiled["install_wide"]), shapes, options)
+
+
+def largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """A fixed order: the widest mixed program first, since its workspace decides the pool."""
+    return sorted(buckets, key=lambda bucket: (bucket.program is not Program.MIXED, -bucket.rows, bucket.program.value))
 
 
 def name_of(key: Bucket | str) -> str:
@@ -232,7 +241,7 @@ def size_pool(
 def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
     """A first guess of the largest program's temporaries: logits in a few copies, and the widest activations."""
     tokens, rows = config.schedule.max_num_batched_tokens, config.schedule.max_num_seqs
-    logits_bytes = 4 * spec.vocab_size * 4 * max(rows, SCORED_TOKENS)
+    logits_bytes = 4 * spec.vocab_size * 4 * max(rows, 256)
     widest = max(2 * spec.mlp_width, 4 * spec.attention.num_heads * spec.attention.head_dim)
     return logits_bytes + tokens * widest * 2 * 4 + (256 << 20)
 
@@ -264,8 +273,8 @@ def lower_installs(shapes: State, vocab_rows: int, mesh: Mesh) -> dict[str, Call
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
     programs = {"install_plain": (install_plain, rows), "install_wide": (install_wide, wide)}
     return {
-        name: lambda fn=fn, argument=argument: (
-            jax.jit(fn, donate_argnums=0, out_shardings=places).lower(shapes.slots, argument)
+        name: lambda fn=fn, argument=argument: jax.jit(fn, donate_argnums=0, out_shardings=places).lower(
+            shapes.slots, argument
         )
         for name, (fn, argument) in programs.items()
     }

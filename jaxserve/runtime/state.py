@@ -117,9 +117,7 @@ def state_bytes(shapes: State) -> int:
 
 def row_flags(install: Install) -> int:
     """Which wide rows of the slot are in use."""
-    penalised = (
-        install.repetition_penalty != 1.0 or install.presence_penalty != 0.0 or install.frequency_penalty != 0.0
-    )
+    penalised = install.repetition_penalty != 1.0 or install.presence_penalty != 0.0 or install.frequency_penalty != 0.0
     return (
         ROW_ALLOWED * bool(install.allowed_token_ids is not None or install.banned_token_ids)
         + ROW_BIAS * bool(install.logit_bias)
@@ -249,3 +247,9 @@ def wide_row_shapes(vocab_rows: int) -> WideRow:
         "count": ((vocab_rows,), jnp.int32),
     }
     return WideRow(**{name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in dims.items()})
+
+
+def scratch_row(num_slots: int, vocab_rows: int) -> WideRow:
+    """A WideRow of zeros for the scratch slot: what the warm-up installs."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), wide_row_shapes(vocab_rows))
+    return dataclasses.replace(zeros, slot=np.int32(num_slots))

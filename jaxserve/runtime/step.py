@@ -125,9 +125,7 @@ def updated_table(table_SM: jax.Array, batch: dict[str, jax.Array]) -> jax.Array
     return table_SM.at[batch["update_slot"], batch["update_index"]].set(batch["update_page"])
 
 
-def places(
-    table_SM: jax.Array, slot_T: jax.Array, position_T: jax.Array, shape: Shape
-) -> tuple[jax.Array, jax.Array]:
+def places(table_SM: jax.Array, slot_T: jax.Array, position_T: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Page and row in it of each packed token; padding gets page P, whose writes are dropped."""
     page_T = table_SM[slot_T, position_T // shape.page_size_tokens]
     return jnp.where(slot_T < shape.num_slots, page_T, shape.num_pages), position_T % shape.page_size_tokens

@@ -84,9 +84,7 @@ ALL = FLAG_FILTER | FLAG_PENALTY | FLAG_MASK | FLAG_LOGPROBS | FLAG_RANDOM
 
 
 def draw(slots: SlotTables, raw: np.ndarray, rows: list[int], positions: list[int], flags: int = ALL):
-    slots, out = run(
-        jnp.asarray(raw, jnp.float32), jnp.asarray(rows), jnp.asarray(positions), slots, jnp.int32(flags)
-    )
+    slots, out = run(jnp.asarray(raw, jnp.float32), jnp.asarray(rows), jnp.asarray(positions), slots, jnp.int32(flags))
     return slots, np.asarray(out.token_bad_2Q[0]), np.asarray(out.token_bad_2Q[1]), jax.tree.map(np.asarray, out.scores)
 
 
@@ -107,7 +105,8 @@ def allowed_by_filters(x: np.ndarray, top_k: int, top_p: float, min_p: float) ->
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(0, 0.9, 0), (5, 1, 0), (1, 1, 0), (7, 0.6, 0), (0, 1, 0.2), (20, 0.8, 0.05), (0, 1e-6, 0)]
+    ("top_k", "top_p", "min_p"),
+    [(0, 0.9, 0), (5, 1, 0), (1, 1, 0), (7, 0.6, 0), (0, 1, 0.2), (20, 0.8, 0.05), (0, 1e-6, 0)],
 )
 def test_filters_draw_from_exactly_the_allowed_set(slots: SlotTables, top_k: int, top_p: float, min_p: float) -> None:
     raw = logits(1)

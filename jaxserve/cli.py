@@ -1,0 +1,265 @@
+"""The command line: flags -> Config, and one function a command. Nothing is decided here."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import jaxserve
+from jaxserve import app, environment
+from jaxserve.client import Client
+from jaxserve.config import (
+    DTYPES,
+    CacheConfig,
+    Config,
+    ModelConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    ServerConfig,
+)
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.request import RequestOutput, SamplingParams
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and flags, with the names that vLLM users know."""
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve language models from JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="start the gRPC service")
+    add_model_flags(serve)
+    add_server_flags(serve)
+    explain = commands.add_parser("explain", help="print which kernel implementation each op gets, and why")
+    add_model_flags(explain)
+    generate = commands.add_parser("generate", help="complete a prompt, in process or on a server")
+    generate.add_argument("prompt", help="the text to complete; - reads standard input")
+    chat = commands.add_parser("chat", help="talk to a model, in process or on a server")
+    chat.add_argument("--system", help="a system message")
+    for command in (generate, chat):
+        command.add_argument("--address", help="HOST:PORT of a running server, in place of --model")
+        command.add_argument("--max-tokens", type=int, default=256)
+        command.add_argument("--temperature", type=float, default=0.0)
+        command.add_argument("--top-p", type=float, default=1.0)
+        command.add_argument("--top-k", type=int, default=0)
+        command.add_argument("--stop", action="append", default=[], help="a stop string; may be given again")
+        command.add_argument("--sampling-seed", type=int, help="makes sampling repeatable")
+        add_model_flags(command, positional=False)
+    return parser
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """What shapes the engine."""
+    model, cache, schedule, runtime = ModelConfig(""), CacheConfig(), ScheduleConfig(), RuntimeConfig()
+    about = "a Hugging Face directory, a GGUF file, or a converted checkpoint"
+    if positional:
+        parser.add_argument("model", metavar="MODEL", help=about)
+    else:
+        parser.add_argument("--model", help=about)
+    flag = parser.add_argument
+    flag("--tokenizer", help="a directory with tokenizer files (default: the model's own)")
+    flag("--served-model-name", help="the name that clients see (default: the last part of MODEL)")
+    flag("--dtype", choices=DTYPES, default=model.dtype, help="of weights and cache")
+    flag("--max-model-len", type=int, help="tokens of prompt and output together (default: the model's limit)")
+    flag("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, no files read")
+    flag("--seed", type=int, default=model.seed, help="of random weights")
+    flag("--max-num-seqs", type=int, default=schedule.max_num_seqs, help="sequences that run at once")
+    flag("--max-num-batched-tokens", type=int, default=schedule.max_num_batched_tokens, help="token budget of a step")
+    flag("--max-queue-requests", type=int, default=schedule.max_queue_requests, help="waiting requests; more: refused")
+    flag("--block-size", type=int, default=cache.page_size_tokens, help="tokens of a cache page")
+    flag("--num-pages", type=int, help="pages of the cache (default: from the memory that is free)")
+    flag("--cache-memory-gb", type=float, help="size of the cache (default: from the memory that is free)")
+    flag("--gpu-memory-utilization", type=float, default=cache.gpu_memory_utilization, help="share of the GPU to take")
+    flag("--device", choices=("auto", "cpu", "cuda"), default=runtime.device)
+    flag("--tensor-parallel-size", type=int, default=runtime.tensor_parallel_size)
+    flag("--attention", default=runtime.attention, help="force an implementation; see `jaxserve explain`")
+    flag("--compile-cache-dir", help='where compiled programs are kept; "" turns it off')
+    flag("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """What shapes the service."""
+    server = ServerConfig()
+    parser.add_argument("--host", default=server.host)
+    parser.add_argument("--port", type=int, default=server.port, help="0: a free one, printed at start")
+    parser.add_argument("--metrics-port", type=int, help="Prometheus metrics on this port; 0: a free one")
+    parser.add_argument("--max-message-mb", type=float, default=server.max_message_bytes / 2**20)
+    parser.add_argument("--drain-timeout", type=float, default=server.drain_timeout_s, help="seconds")
+
+
+def config_from(args: argparse.Namespace) -> Config:
+    """The parsed flags as the configuration tree."""
+    cache_dir = environment.default_compile_cache() if args.compile_cache_dir is None else args.compile_cache_dir
+    server = ServerConfig()
+    if args.command == "serve":
+        server = ServerConfig(
+            host=args.host,
+            port=args.port,
+            metrics_port=args.metrics_port,
+            max_message_bytes=int(args.max_message_mb * 2**20),
+            drain_timeout_s=args.drain_timeout,
+        )
+    return Config(
+        model=ModelConfig(
+            model=args.model,
+            tokenizer=args.tokenizer,
+            served_model_name=args.served_model_name,
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            random_weights=args.load_format == "dummy",
+            seed=args.seed,
+        ),
+        cache=CacheConfig(
+            page_size_tokens=args.block_size,
+            num_pages=args.num_pages,
+            cache_memory_bytes=None if args.cache_memory_gb is None else int(args.cache_memory_gb * 1e9),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        ),
+        schedule=ScheduleConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_queue_requests=args.max_queue_requests,
+        ),
+        runtime=RuntimeConfig(
+            device=args.device,
+            tensor_parallel_size=args.tensor_parallel_size,
+            attention=args.attention,
+            compile_cache_dir=cache_dir,
+        ),
+        server=server,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors of ours are one sentence on standard error."""
+    args = build_parser().parse_args(argv)
+    level = getattr(logging, args.log_level.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    environment.prepare(args.device, args.gpu_memory_utilization)
+    try:
+        return run(args)
+    except JaxserveError as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """One command."""
+    if args.command == "serve":
+        return app.serve(config_from(args), getattr(logging, args.log_level.upper()))
+    if args.command == "explain":
+        return explain(config_from(args))
+    if (args.model is None) == (args.address is None):
+        raise ConfigError(f"jaxserve {args.command}: give either --model or --address")
+    with open_talker(args) as talker:
+        return generate(args, talker) if args.command == "generate" else chat(args, talker)
+
+
+class Talker(Protocol):
+    """What `generate` and `chat` need: a client of a running server, or the library in this process."""
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        """Deltas of a completion."""
+        ...
+
+    def stream_chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
+        """Deltas of an answer."""
+        ...
+
+
+def open_talker(args: argparse.Namespace) -> AbstractContextManager[Talker]:
+    """A client for --address, else the model in this process."""
+    if args.address is not None:
+        return Client(args.address)
+    config = config_from(args)
+    return jaxserve.LLM(  # resolved here, after `environment.prepare`: it imports JAX
+        config.model.model,
+        tokenizer=config.model.tokenizer,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=min(config.schedule.max_num_seqs, 4),  # one conversation needs no more, and compiles faster
+        max_num_batched_tokens=min(config.schedule.max_num_batched_tokens, 512),
+        block_size=config.cache.page_size_tokens,
+        gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        cache_memory_gb=args.cache_memory_gb,
+        num_pages=config.cache.num_pages,
+        tensor_parallel_size=config.runtime.tensor_parallel_size,
+        load_format=args.load_format,
+        seed=config.model.seed,
+        device=config.runtime.device,
+        attention=config.runtime.attention,
+        compile_cache_dir=config.runtime.compile_cache_dir,
+        progress=app.announce,
+    )
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingParams:
+    """The sampling flags."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=args.stop,
+        seed=args.sampling_seed,
+    )
+
+
+def generate(args: argparse.Namespace, talker: Talker) -> int:
+    """Print a completion as it comes."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    show(talker.stream(prompt, sampling_from(args)))
+    return 0
+
+
+def chat(args: argparse.Namespace, talker: Talker) -> int:
+    """Questions from standard input, answers as they come, with the history; an empty line or end of input ends it."""
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    params = sampling_from(args)
+    while question := ask("> "):
+        history.append({"role": "user", "content": question})
+        try:
+            answer = show(talker.stream_chat(history, params))
+        except JaxserveError as error:
+            print(f"jaxserve: {error}", file=sys.stderr)
+            history.pop()  # the next question starts from what was answered
+            continue
+        history.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def ask(mark: str) -> str:
+    """A line from the user; empty at the end of input."""
+    try:
+        return input(mark if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def show(deltas: Iterator[RequestOutput]) -> str:
+    """Print deltas as they come; returns the whole text."""
+    text = ""
+    for delta in deltas:
+        for output in delta.outputs:
+            print(output.text, end="", flush=True)
+            text += output.text
+    print()
+    return text
+
+
+def explain(config: Config) -> int:
+    """Print op, implementation and reason as a table."""
+    rows = jaxserve.explain_model(config)
+    for row in rows:
+        mark = "*" if row.chosen else " "
+        print(f"{mark} {row.op:<14} {row.implementation:<12} {row.reason or 'fits'}")
+    print("* runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

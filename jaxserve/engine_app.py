@@ -1,0 +1,167 @@
+"""Wires the engine: model files -> spec -> runner -> Engine; and is the main module of the engine's own process.
+
+The only wiring beside `app`, kept apart so that the front's process never imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from checkpoints.source import ModelSource, open_model
+from jaxserve.config import Config, DeviceFacts, resolve
+from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.loop import Engine
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.models.families import model_spec
+from jaxserve.models.spec import ModelSpec
+from jaxserve.request import EngineStats, EventBatch
+from jaxserve.runtime.runner import StepRunner
+from jaxserve.runtime.start import Progress, devices_for, start_runner
+from jaxserve.server.link import EngineFacts, EngineSide
+from jaxserve.text.tokenizer import load_tokenizer
+from pallas_kernels.device import device_of
+from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
+from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
+from pallas_kernels.kv_write.contract import KvWriteShapes
+from pallas_kernels.registry import KernelChoiceError, Row, explain
+
+log = logging.getLogger("jaxserve.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """A warm engine and what others must know of it."""
+
+    engine: Engine
+    runner: StepRunner
+    facts: EngineFacts
+    config: Config  # resolved
+    times_s: dict[str, float]
+
+    def stats(self) -> EngineStats:
+        """The engine's figures with the runner's."""
+        return dataclasses.replace(
+            self.engine.stats(), compilations_after_warmup_total=self.runner.compilations_after_warmup
+        )
+
+
+def build_engine(config: Config, emit: Callable[[EventBatch], None], progress: Progress) -> EngineParts:
+    """From flags to a warm engine. Raises ConfigError, ModelError, CheckpointError or DeviceError with one sentence."""
+    try:
+        return build(config, emit, progress)
+    except KernelChoiceError as error:
+        raise ConfigError(f"--attention: {error}") from error
+
+
+def build(config: Config, emit: Callable[[EventBatch], None], progress: Progress) -> EngineParts:
+    """`build_engine`, but for the kernels' own error."""
+    source = open_model(config.model.model)
+    spec = model_spec(source.config)
+    devices = devices_for(config)
+    config, changes = resolve(config, device_facts(devices, spec))
+    for line in changes:
+        log.info("resolved %s", line)
+    vocab_size = sampled_vocabulary(config, source, spec)
+    buckets = Buckets.from_config(config.runtime, config.schedule)
+    load = None if config.model.random_weights else source.load
+    started = start_runner(spec, config, buckets.all(), load, vocab_size, progress)
+    engine = Engine(config.schedule, config.runtime, started.shape, started.runner, emit)
+    facts = EngineFacts(
+        max_model_len=started.shape.max_model_len,
+        model_type=source.config["model_type"],
+        dtype=config.model.dtype,
+        platform=config.runtime.device,
+        device_kind=devices[0].device_kind,
+        num_devices=config.runtime.tensor_parallel_size,
+        max_num_seqs=config.schedule.max_num_seqs,
+        max_num_batched_tokens=config.schedule.max_num_batched_tokens,
+        total_pages=started.shape.num_pages,
+        page_size_tokens=started.shape.page_size_tokens,
+        vocab_size=vocab_size,
+        max_logprobs=started.shape.max_logprobs,
+        implementations={row.op: row.implementation for row in explain_rows(config, spec, devices) if row.chosen},
+    )
+    return EngineParts(engine, started.runner, facts, config, started.times_s)
+
+
+def device_facts(devices: list[jax.Device], spec: ModelSpec) -> DeviceFacts:
+    """What `resolve` needs of the device and the model."""
+    platform = "cpu" if devices[0].platform == "cpu" else "cuda"
+    return DeviceFacts(platform, devices[0].device_kind, len(devices), spec.max_len, spec.dtype)
+
+
+def sampled_vocabulary(config: Config, source: ModelSource, spec: ModelSpec) -> int:
+    """How many ids may be sampled: the tokenizer's, if there is one; rows of the head beyond it are padding."""
+    folder = config.model.tokenizer or source.tokenizer_dir
+    tokenizer = load_tokenizer(Path(folder)) if folder else None
+    return spec.vocab_size if tokenizer is None else min(spec.vocab_size, tokenizer.vocab_size)
+
+
+def explain_rows(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> tuple[Row, ...]:
+    """The table of ops, implementations and reasons for this model on this device."""
+    attention, schedule = spec.attention, config.schedule
+    kv_heads = attention.num_kv_heads // config.runtime.tensor_parallel_size
+    heads = (kv_heads, attention.group, attention.head_dim)
+    page, dtype = config.cache.page_size_tokens, config.model.dtype
+    pages = -(-(config.model.max_model_len or spec.max_len) // page)
+    tokens = schedule.max_num_batched_tokens
+    shapes = {
+        "gqa_decode": GqaDecodeShapes(schedule.max_num_seqs, *heads, page, pages, dtype),
+        "gqa_prefill": GqaPrefillShapes(tokens, schedule.max_num_chunks, *heads, page, pages, dtype),
+        "kv_write": KvWriteShapes(tokens, kv_heads, attention.head_dim, page, dtype),
+    }
+    return explain(shapes, device_of(devices[0]), config.runtime.attention)
+
+
+def explain_model(config: Config) -> tuple[Row, ...]:
+    """The table for a model that is not loaded; `jaxserve explain` prints it."""
+    spec = model_spec(open_model(config.model.model).config)
+    devices = devices_for(config)
+    config, _ = resolve(config, device_facts(devices, spec))
+    return explain_rows(config, spec, devices)
+
+
+def report_start(parts: EngineParts) -> None:
+    """The start log: where the time went, and which kernels run."""
+    total_s = sum(parts.times_s.values())
+    for name, seconds in parts.times_s.items():
+        log.info("start: %-10s %6.1f s", name, seconds)
+    log.info("start: %-10s %6.1f s", "in all", total_s)
+    for op, implementation in parts.facts.implementations.items():
+        log.info("kernel: %-12s %s", op, implementation)
+
+
+def main() -> int:
+    """The engine's process: config, address and key come pickled on standard input from the front that started it."""
+    config, address, authkey, log_level = pickle.load(sys.stdin.buffer)
+    logging.basicConfig(level=log_level, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    link = EngineSide(address, authkey)
+    stop = threading.Event()
+    try:
+        parts = build_engine(config, link.emit, link.progress)
+        report_start(parts)
+        link.ready(parts.facts, parts.engine.submit, parts.stats, stop.set)
+        parts.engine.run(stop)
+    except JaxserveError as error:
+        link.fail(error)
+        return error.exit_code
+    except BaseException as error:
+        log.exception("the engine's process ends")
+        link.fail(error)
+        return 1
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
