@@ -62,7 +62,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; with `add_special_tokens` also those that the tokenizer puts around one, such as BOS."""
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens and not self._flags_decide).ids
+        special = add_special_tokens and not self._flags_decide
+        # A batch of one: unlike `encode` it lets other threads run, so a long text does not hold up the streams.
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return [*self._before, *ids, *self._after] if add_special_tokens and self._flags_decide else ids
 
     def continuation(self, text: str) -> list[int]:

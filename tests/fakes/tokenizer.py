@@ -1,4 +1,4 @@
-"""Small tokenizers made in place, for any test that needs text: a byte-level BPE, and a metaspace one as Llama 2 has."""
+"""Small tokenizers made in place for tests that need text: a byte-level BPE, and a metaspace one as Llama 2 has."""
 
 from __future__ import annotations
 
