@@ -71,6 +71,7 @@ FLAG_PENALTY = 2  # a penalty other than neutral
 FLAG_MASK = 4  # allowed, banned, bias, bad words, min_tokens
 FLAG_LOGPROBS = 8
 FLAG_RANDOM = 16  # a temperature above 0
+FLAGS_WORD = 0  # where `flags` lies in every layout
 
 
 class Layout:

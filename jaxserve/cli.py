@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import jaxserve
 from jaxserve import app, environment
@@ -22,6 +22,7 @@ from jaxserve.config import (
     ServerConfig,
 )
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.options import LOAD_FORMATS, PLACES, config_from_options
 from jaxserve.request import RequestOutput, SamplingParams
 
 
@@ -63,7 +64,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True)
     flag("--served-model-name", help="the name that clients see (default: the last part of MODEL)")
     flag("--dtype", choices=DTYPES, default=model.dtype, help="of weights and cache")
     flag("--max-model-len", type=int, help="tokens of prompt and output together (default: the model's limit)")
-    flag("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, no files read")
+    flag("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights, no files read")
     flag("--seed", type=int, default=model.seed, help="of random weights")
     flag("--max-num-seqs", type=int, default=schedule.max_num_seqs, help="sequences that run at once")
     flag("--max-num-batched-tokens", type=int, default=schedule.max_num_batched_tokens, help="token budget of a step")
@@ -89,47 +90,12 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout", type=float, default=server.drain_timeout_s, help="seconds")
 
 
-def config_from(args: argparse.Namespace) -> Config:
-    """The parsed flags as the configuration tree."""
-    cache_dir = environment.default_compile_cache() if args.compile_cache_dir is None else args.compile_cache_dir
-    server = ServerConfig()
-    if args.command == "serve":
-        server = ServerConfig(
-            host=args.host,
-            port=args.port,
-            metrics_port=args.metrics_port,
-            max_message_bytes=int(args.max_message_mb * 2**20),
-            drain_timeout_s=args.drain_timeout,
-        )
-    return Config(
-        model=ModelConfig(
-            model=args.model,
-            tokenizer=args.tokenizer,
-            served_model_name=args.served_model_name,
-            dtype=args.dtype,
-            max_model_len=args.max_model_len,
-            random_weights=args.load_format == "dummy",
-            seed=args.seed,
-        ),
-        cache=CacheConfig(
-            page_size_tokens=args.block_size,
-            num_pages=args.num_pages,
-            cache_memory_bytes=None if args.cache_memory_gb is None else int(args.cache_memory_gb * 1e9),
-            gpu_memory_utilization=args.gpu_memory_utilization,
-        ),
-        schedule=ScheduleConfig(
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            max_queue_requests=args.max_queue_requests,
-        ),
-        runtime=RuntimeConfig(
-            device=args.device,
-            tensor_parallel_size=args.tensor_parallel_size,
-            attention=args.attention,
-            compile_cache_dir=cache_dir,
-        ),
-        server=server,
-    )
+def options_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that are options of the engine or the server, by their flat names."""
+    options = {name: value for name, value in vars(args).items() if name in PLACES}
+    if options["compile_cache_dir"] is None:
+        options["compile_cache_dir"] = environment.default_compile_cache()
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """One command."""
     if args.command == "serve":
-        return app.serve(config_from(args), getattr(logging, args.log_level.upper()))
+        return app.serve(config_from_options(args.model, options_from(args)), getattr(logging, args.log_level.upper()))
     if args.command == "explain":
-        return explain(config_from(args))
+        return explain(config_from_options(args.model, options_from(args)))
     if (args.model is None) == (args.address is None):
         raise ConfigError(f"jaxserve {args.command}: give either --model or --address")
     with open_talker(args) as talker:
@@ -175,26 +141,10 @@ def open_talker(args: argparse.Namespace) -> AbstractContextManager[Talker]:
     """A client for --address, else the model in this process."""
     if args.address is not None:
         return Client(args.address)
-    config = config_from(args)
-    return jaxserve.LLM(  # resolved here, after `environment.prepare`: it imports JAX
-        config.model.model,
-        tokenizer=config.model.tokenizer,
-        dtype=config.model.dtype,
-        max_model_len=config.model.max_model_len,
-        max_num_seqs=min(config.schedule.max_num_seqs, 4),  # one conversation needs no more, and compiles faster
-        max_num_batched_tokens=min(config.schedule.max_num_batched_tokens, 512),
-        block_size=config.cache.page_size_tokens,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        cache_memory_gb=args.cache_memory_gb,
-        num_pages=config.cache.num_pages,
-        tensor_parallel_size=config.runtime.tensor_parallel_size,
-        load_format=args.load_format,
-        seed=config.model.seed,
-        device=config.runtime.device,
-        attention=config.runtime.attention,
-        compile_cache_dir=config.runtime.compile_cache_dir,
-        progress=app.announce,
-    )
+    options = options_from(args)
+    for name, most in (("max_num_seqs", 4), ("max_num_batched_tokens", 512)):
+        options[name] = min(options[name], most)  # one conversation needs no more, and compiles faster
+    return jaxserve.LLM(args.model, progress=app.announce, **options)  # resolved after `prepare`: it imports JAX
 
 
 def sampling_from(args: argparse.Namespace) -> SamplingParams:

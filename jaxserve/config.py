@@ -121,7 +121,7 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
     if not runtime.decode_buckets:
         runtime = replace(runtime, decode_buckets=decode_buckets(schedule.max_num_seqs, facts.platform))
     if not runtime.mixed_buckets:
-        runtime = replace(runtime, mixed_buckets=mixed_buckets(schedule.max_num_batched_tokens))
+        runtime = replace(runtime, mixed_buckets=mixed_buckets(schedule.max_num_batched_tokens, facts.platform))
     resolved = replace(config, model=model, cache=cache, runtime=runtime)
     return resolved, changed_fields(config, resolved)
 
@@ -142,6 +142,12 @@ def check_ranges(config: Config) -> None:
             schedule.max_num_batched_tokens > schedule.max_num_seqs,
             f"more than --max-num-seqs ({schedule.max_num_seqs}), so that prompts advance while all sequences decode",
         ),
+        (
+            "--tensor-parallel-size",
+            runtime.tensor_parallel_size,
+            runtime.tensor_parallel_size >= 1,
+            "at least 1",
+        ),
         ("--device", runtime.device, runtime.device in ("auto", "cpu", "cuda"), "auto, cpu, cuda"),
         ("--port", config.server.port, 0 <= config.server.port < 65536, "0 to 65535"),
     ]
@@ -161,9 +167,10 @@ def decode_buckets(max_num_seqs: int, platform: str = "cuda") -> tuple[int, ...]
     return (*sizes, max_num_seqs)
 
 
-def mixed_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Token counts of the mixed programs: powers of four from 64, ending in the budget itself."""
-    sizes = [64 << (2 * i) for i in range(6) if 64 << (2 * i) < max_num_batched_tokens]
+def mixed_buckets(max_num_batched_tokens: int, platform: str = "cuda") -> tuple[int, ...]:
+    """Token counts of the mixed programs, ending in the budget itself: 64, then times 4 (times 8 on the CPU)."""
+    factor = 4 if platform == "cuda" else 8
+    sizes = [size for i in range(6) if (size := 64 * factor**i) < max_num_batched_tokens]
     return (*sizes, max_num_batched_tokens)
 
 

@@ -13,15 +13,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 
 from jaxserve import environment
 from jaxserve.app import text_parts
-from jaxserve.config import CacheConfig, Config, ModelConfig, RuntimeConfig, ScheduleConfig, ServerConfig
+from jaxserve.config import ServerConfig
 from jaxserve.engine_app import build_engine
 from jaxserve.errors import EngineUnavailable, InvalidRequest, RequestCancelled
+from jaxserve.options import EngineOptions, config_from_options
 from jaxserve.request import EngineStats, EventBatch, Finish, RequestOutput, SamplingParams
 from jaxserve.text.assemble import merge
 from jaxserve.text.front import Front
@@ -41,65 +42,17 @@ class LLM:
 
     Args:
       model: a Hugging Face directory, a GGUF file, or a converted checkpoint.
-      tokenizer: a directory with tokenizer files; None: the model's own. A model without one takes token ids only.
-      dtype: "auto", "bfloat16" or "float32".
-      max_model_len: tokens of prompt and output together; None: the model's limit.
-      max_num_seqs, max_num_batched_tokens, block_size, gpu_memory_utilization, tensor_parallel_size, seed: as vLLM's.
-      cache_memory_gb, num_pages: the cache's size; None: from the memory that is free.
-      load_format: "auto", or "dummy" for random weights.
-      device: "auto", "cpu" or "cuda". compile_cache_dir: None for the user's cache folder, "" for none.
-      attention: a forced kernel implementation; see `jaxserve explain`.
       progress: called with a line for each part of the start.
+      options: see `jaxserve.options.EngineOptions`: dtype, max_model_len, max_num_seqs, device, ... as vLLM's.
 
     Raises ConfigError, ModelError, CheckpointError or DeviceError, each one sentence.
     """
 
     def __init__(
-        self,
-        model: str,
-        *,
-        tokenizer: str | None = None,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = ScheduleConfig().max_num_seqs,
-        max_num_batched_tokens: int = ScheduleConfig().max_num_batched_tokens,
-        block_size: int = CacheConfig().page_size_tokens,
-        gpu_memory_utilization: float = CacheConfig().gpu_memory_utilization,
-        cache_memory_gb: float | None = None,
-        num_pages: int | None = None,
-        tensor_parallel_size: int = 1,
-        load_format: str = "auto",
-        seed: int = 0,
-        device: str = "auto",
-        attention: str = "auto",
-        compile_cache_dir: str | None = None,
-        progress: Callable[[str], None] = lambda line: None,
+        self, model: str, *, progress: Callable[[str], None] = lambda line: None, **options: Unpack[EngineOptions]
     ) -> None:
-        cache_dir = environment.default_compile_cache() if compile_cache_dir is None else compile_cache_dir
-        config = Config(
-            model=ModelConfig(
-                model=str(model),
-                tokenizer=tokenizer,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                random_weights=load_format == "dummy",
-                seed=seed,
-            ),
-            cache=CacheConfig(
-                page_size_tokens=block_size,
-                num_pages=num_pages,
-                cache_memory_bytes=None if cache_memory_gb is None else int(cache_memory_gb * 1e9),
-                gpu_memory_utilization=gpu_memory_utilization,
-            ),
-            schedule=ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-            runtime=RuntimeConfig(
-                device=device,
-                tensor_parallel_size=tensor_parallel_size,
-                attention=attention,
-                compile_cache_dir=cache_dir,
-            ),
-        )
-        environment.prepare(device, gpu_memory_utilization)
+        config = config_from_options(model, {"compile_cache_dir": environment.default_compile_cache()} | options)
+        environment.prepare(config.runtime.device, config.cache.gpu_memory_utilization)
         self._text = text_parts(config)
         self._events: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
         self._parts = build_engine(config, self._events.put, progress)

@@ -12,8 +12,8 @@ from jaxserve.layers.linear import parameter, product, project
 class GatedMlp(nnx.Module):
     """down(silu(gate x) * up x); gate and up are one weight, so that they are one product.
 
-    `shards`: over how many devices the width is cut. Only an uncut weight may be flattened to a matrix: of a cut one the
-    flattened rows would not be one range a device, and XLA would gather the whole weight at every step.
+    `shards`: over how many devices the width is cut. Only an uncut weight may be flattened to a matrix: the rows of a
+    cut one would not be one range a device, and XLA would gather the whole weight at every step.
     """
 
     def __init__(self, hidden: int, width: int, dtype: jnp.dtype, shards: int = 1) -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.batch import FLAG_LOGPROBS, Batch, Bucket, Install, Layout, StepOut
+from jaxserve.batch import FLAG_LOGPROBS, FLAG_RANDOM, FLAGS_WORD, Batch, Bucket, Install, Layout, StepOut
 from jaxserve.mesh import sharding
 from jaxserve.runtime.compile import CompileCounter
 from jaxserve.runtime.sample import Scores
@@ -37,9 +37,10 @@ WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second run an
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Programs:
-    """Everything compiled: the steps by bucket, and the two that install slots."""
+    """Everything compiled: the steps by bucket, their plain forms (a GPU's only), and the two that install slots."""
 
     steps: dict[Bucket, jax.stages.Compiled]
+    plain: dict[Bucket, jax.stages.Compiled]
     install_plain: jax.stages.Compiled
     install_wide: jax.stages.Compiled
 
@@ -123,10 +124,11 @@ class StepRunner:
 
     def dispatch(self, batch: Batch) -> Pending:
         """Start a step and return at once."""
-        step = self.programs.steps[batch.bucket]
+        flags = int(batch.vector[FLAGS_WORD])
+        is_plain = flags & ~FLAG_RANDOM == 0 and batch.bucket in self.programs.plain
+        step = (self.programs.plain if is_plain else self.programs.steps)[batch.bucket]
         self.state, out = step(self.leaves, self.state, self._put(batch.vector))
-        words = Layout(batch.bucket, self.shape).fields["flags"].offset
-        return Pending(out, with_logprobs=bool(batch.vector[words] & FLAG_LOGPROBS))
+        return Pending(out, with_logprobs=bool(flags & FLAG_LOGPROBS))
 
     def recover(self) -> bool:
         """After an exception: wait for what was dispatched; where the donated state is lost, make a new one.
@@ -158,7 +160,10 @@ class StepRunner:
             wide = jax.tree.map(self._put, scratch_row(self.shape.num_slots, self.vocab_rows))
             self._set_slots(self.programs.install_wide(self.state.slots, wide))
             for bucket in self.programs.steps:
-                self.dispatch(Batch(bucket, Layout(bucket, self.shape).empty())).result()
+                for flags in (0, FLAG_LOGPROBS):  # the plain form, where there is one, and the full one
+                    vector = Layout(bucket, self.shape).empty()
+                    vector[FLAGS_WORD] = flags
+                    self.dispatch(Batch(bucket, vector)).result()
         jax.block_until_ready(self.state)
         self.counter.close()
         self.counter = CompileCounter()

@@ -1,8 +1,10 @@
 """From logits to tokens on the device: masks, penalties, filters, the draw, and logprobs; float32 throughout.
 
-Parts that no row of the step needs are skipped at run time by the step's flags (`lax.cond`), so that there is one
-program a bucket whatever the requests ask for. Thresholds of top_k and top_p are found without a sort: float32 bits,
-made order-preserving, are searched from the highest bit down, which is exact.
+Parts that no row of the step needs are skipped at run time by the step's flags (`lax.cond`), so that one program a
+bucket serves whatever the requests ask for. On a GPU the host waits for the device at each such branch that XLA cannot
+put into a command buffer; `sample_plain` has none of them, for the steps that need nothing but a draw. Thresholds of
+top_k and top_p are found without a sort: float32 bits, made order-preserving, are searched from the highest bit down,
+which is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Sampled:
     """What a step samples."""
 
     token_bad_2Q: jax.Array  # int32 [2, Q]: tokens; and 1 where the row's logits held NaN
-    scores: Scores  # zeros unless FLAG_LOGPROBS
+    scores: Scores | None  # zeros unless FLAG_LOGPROBS; None from `sample_plain`
 
 
 def sample(
@@ -57,9 +59,7 @@ def sample(
     raw_QV: float32 logits. position_Q: int32, the absolute position that the drawn token will have. flags: int32 [].
     Rows of padding name slot S. The same seed and position give the same random numbers whatever else is in the batch.
     """
-    rows_V = jnp.arange(raw_QV.shape[1], dtype=jnp.int32)
-    raw_QV = jnp.where(rows_V < vocab_size, raw_QV, -jnp.inf)  # padded rows of the head cannot be decoded
-    bad_Q = jnp.isnan(raw_QV.max(axis=1))
+    raw_QV, bad_Q = checked(raw_QV, vocab_size)
     real_QI, integer_QI = slots.real_SI[slot_Q], slots.integer_SI[slot_Q]
 
     def when(flag: int, change: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
@@ -70,11 +70,8 @@ def sample(
     greedy_Q = jnp.argmax(logits_QV, axis=1).astype(jnp.int32)
 
     def random(_: jax.Array) -> jax.Array:
-        cold_Q = real_QI[:, st.TEMPERATURE] < GREEDY_BELOW
-        scaled_QV = logits_QV / jnp.where(cold_Q, 1.0, real_QI[:, st.TEMPERATURE])[:, None]
-        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI), scaled_QV)
-        noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, scaled_QV.shape[1]))(slots.seed_SI[slot_Q], position_Q)
-        return jnp.where(cold_Q, greedy_Q, jnp.argmax(scaled_QV + noise_QV, axis=1).astype(jnp.int32))
+        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI), scaled(logits_QV, real_QI))
+        return draw(scaled_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q)
 
     token_Q = lax.cond((flags & FLAG_RANDOM) != 0, random, lambda same: same, greedy_Q)
     token_Q = jnp.minimum(token_Q, vocab_size - 1)  # an all-NaN row's argmax may point anywhere
@@ -83,6 +80,39 @@ def sample(
     )
     scores = lax.cond((flags & FLAG_LOGPROBS) != 0, lambda: score(raw_QV, token_Q, num_top), lambda: no_scores)
     return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), scores)
+
+
+def sample_plain(
+    raw_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, *, vocab_size: int
+) -> tuple[SlotTables, Sampled]:
+    """`sample` for steps whose flags are none but FLAG_RANDOM: the same tokens, without a branch."""
+    raw_QV, bad_Q = checked(raw_QV, vocab_size)
+    real_QI = slots.real_SI[slot_Q]
+    greedy_Q = jnp.argmax(raw_QV, axis=1).astype(jnp.int32)
+    token_Q = draw(scaled(raw_QV, real_QI), greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q)
+    token_Q = jnp.minimum(token_Q, vocab_size - 1)
+    return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), None)
+
+
+def checked(raw_QV: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """The logits with the head's padding rows, which cannot be decoded, at -inf; and bool [Q], where there is a NaN."""
+    raw_QV = jnp.where(jnp.arange(raw_QV.shape[1], dtype=jnp.int32) < vocab_size, raw_QV, -jnp.inf)
+    return raw_QV, jnp.isnan(raw_QV.max(axis=1))
+
+
+def scaled(logits_QV: jax.Array, real_QI: jax.Array) -> jax.Array:
+    """Logits over temperature; greedy rows as they are."""
+    temperature_Q = real_QI[:, st.TEMPERATURE]
+    return logits_QV / jnp.where(temperature_Q < GREEDY_BELOW, 1.0, temperature_Q)[:, None]
+
+
+def draw(
+    scaled_QV: jax.Array, greedy_Q: jax.Array, real_QI: jax.Array, seed_QI: jax.Array, position_Q: jax.Array
+) -> jax.Array:
+    """A draw from softmax(scaled) a row, by the Gumbel trick; greedy rows take `greedy_Q`."""
+    noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, scaled_QV.shape[1]))(seed_QI, position_Q)
+    drawn_Q = jnp.argmax(scaled_QV + noise_QV, axis=1).astype(jnp.int32)
+    return jnp.where(real_QI[:, st.TEMPERATURE] < GREEDY_BELOW, greedy_Q, drawn_Q)
 
 
 def mask(logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables) -> jax.Array:

@@ -166,6 +166,12 @@ def compile_fitting(
         log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
         workspace_bytes = int(needed_bytes * 1.1)
     lowerings = {bucket: lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
+    if device.platform != "cpu":
+        lowerings |= {
+            (bucket, "plain"): lower_step(split, bucket, options, shapes, mesh, plain=True)
+            for bucket in buckets
+            if bucket.program is not Program.SCORED
+        }
     lowerings |= lower_installs(shapes, spec.vocab_size, mesh)
     compiled = compile_all(
         lowerings,
@@ -173,8 +179,9 @@ def compile_fitting(
         done=lambda key, n, total: progress(f"compiled {name_of(key)} ({n} of {total})"),
     )
     steps = {bucket: largest if bucket is buckets[0] else compiled[bucket] for bucket in buckets}
+    plain = {bucket: compiled[bucket, "plain"] for bucket in buckets if (bucket, "plain") in compiled}
     log_pool(request, shape, workspace_bytes, spec)
-    return Compiled(Programs(steps, compiled["install_plain"], compiled["install_wide"]), shapes, options)
+    return Compiled(Programs(steps, plain, compiled["install_plain"], compiled["install_wide"]), shapes, options)
 
 
 def largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -182,9 +189,12 @@ def largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: (bucket.program is not Program.MIXED, -bucket.rows, bucket.program.value))
 
 
-def name_of(key: Bucket | str) -> str:
+def name_of(key: Bucket | str | tuple[Bucket, str]) -> str:
     """How progress lines call a program."""
-    return key if isinstance(key, str) else f"{key.program.value} {key.rows}"
+    if isinstance(key, str):
+        return key
+    bucket, kind = key if isinstance(key, tuple) else (key, "")
+    return f"{bucket.program.value} {bucket.rows} {kind}".rstrip()
 
 
 def make_shape(config: Config, num_pages: int, vocab_size: int) -> Shape:
@@ -255,13 +265,13 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
 
 
 def lower_step(
-    split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh
+    split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh, plain: bool = False
 ) -> Callable[[], jax.stages.Lowered]:
     """A function that lowers the bucket's step; every placement is fixed here, so warm-up and serving agree."""
     everywhere = sharding(mesh)
     vector = jax.ShapeDtypeStruct((Layout(bucket, options.shape).words,), jnp.int32, sharding=everywhere)
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    jitted = jax.jit(make_step(split, bucket, options), donate_argnums=1, out_shardings=(places, everywhere))
+    jitted = jax.jit(make_step(split, bucket, options, plain), donate_argnums=1, out_shardings=(places, everywhere))
     return lambda: jitted.lower(list(split.leaves), shapes, vector)
 
 

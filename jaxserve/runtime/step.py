@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxserve.batch import Bucket, Layout, Program, Shape
 from jaxserve.layers.paged import Chunks, Paged
 from jaxserve.models.decoder import Decoder, SplitDecoder
-from jaxserve.runtime.sample import Sampled, Scores, sample, score
-from jaxserve.runtime.state import State
+from jaxserve.runtime.sample import Sampled, Scores, sample, sample_plain, score
+from jaxserve.runtime.state import SlotTables, State
 from pallas_kernels.device import Device
 
 Step = Callable[[list[jax.Array], State, jax.Array], tuple[State, "Out"]]
@@ -40,20 +40,23 @@ class StepOptions:
     attention: str  # a registry name, or "auto"
 
 
-def make_step(split: SplitDecoder, bucket: Bucket, options: StepOptions) -> Step:
-    """The function to jit for this bucket, named after it so that profiles and cache entries can be told apart."""
+def make_step(split: SplitDecoder, bucket: Bucket, options: StepOptions, plain: bool = False) -> Step:
+    """The function to jit for this bucket, named after it so that profiles and cache entries can be told apart.
+
+    `plain`: for steps whose flags are none but FLAG_RANDOM (see `sample_plain`).
+    """
     layout = Layout(bucket, options.shape)
     body = decode if bucket.program is Program.DECODE else mixed
 
     def step(leaves: list[jax.Array], state: State, vector: jax.Array) -> tuple[State, Out]:
-        return body(split.merge(leaves), state, layout.views(vector), options, bucket)
+        return body(split.merge(leaves), state, layout.views(vector), options, bucket, plain)
 
-    step.__name__ = f"{bucket.program.value}_{bucket.rows}"
+    step.__name__ = f"{bucket.program.value}_{bucket.rows}{'_plain' if plain else ''}"
     return step
 
 
 def decode(
-    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket
+    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket, plain: bool
 ) -> tuple[State, Out]:
     """Each row feeds its slot's last token at `position` and samples the next."""
     shape = options.shape
@@ -71,20 +74,12 @@ def decode(
         length_B=jnp.where(live_B, position_B + 1, 0),
     )
     hidden_BD, caches = model(state.slots.last_token_S[slot_B], position_B, state.caches, paged)
-    slots, sampled = sample(
-        model.logits(hidden_BD),
-        slot_B,
-        position_B + 1,
-        state.slots,
-        batch["flags"][0],
-        vocab_size=shape.vocab_size,
-        num_top=shape.max_logprobs,
-    )
+    slots, sampled = draw_tokens(model, hidden_BD, slot_B, position_B + 1, state, batch, shape, plain)
     return State(caches, table_SM, slots), Out(sampled, None)
 
 
 def mixed(
-    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket
+    model: Decoder, state: State, batch: dict[str, jax.Array], options: StepOptions, bucket: Bucket, plain: bool
 ) -> tuple[State, Out]:
     """T packed tokens; rows named by sample_row are sampled. Scored programs also score `target` at every token."""
     shape = options.shape
@@ -107,17 +102,29 @@ def mixed(
     )
     hidden_TD, caches = model(token_T, position_T, state.caches, paged)
     row_Q = batch["sample_row"]
-    slots, sampled = sample(
-        model.logits(hidden_TD[row_Q]),
-        batch["sample_slot"],
-        position_T[row_Q] + 1,
-        state.slots,
-        batch["flags"][0],
-        vocab_size=shape.vocab_size,
-        num_top=shape.max_logprobs,
+    slots, sampled = draw_tokens(
+        model, hidden_TD[row_Q], batch["sample_slot"], position_T[row_Q] + 1, state, batch, shape, plain
     )
     scores = score_prompt(model, hidden_TD, batch["target"], shape) if bucket.program is Program.SCORED else None
     return State(caches, table_SM, slots), Out(sampled, scores)
+
+
+def draw_tokens(
+    model: Decoder,
+    hidden_QD: jax.Array,
+    slot_Q: jax.Array,
+    position_Q: jax.Array,
+    state: State,
+    batch: dict[str, jax.Array],
+    shape: Shape,
+    plain: bool,
+) -> tuple[SlotTables, Sampled]:
+    """Head and sampler over the rows that need a token."""
+    logits_QV = model.logits(hidden_QD)
+    if plain:
+        return sample_plain(logits_QV, slot_Q, position_Q, state.slots, vocab_size=shape.vocab_size)
+    flags, sizes = batch["flags"][0], {"vocab_size": shape.vocab_size, "num_top": shape.max_logprobs}
+    return sample(logits_QV, slot_Q, position_Q, state.slots, flags, **sizes)
 
 
 def updated_table(table_SM: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:

@@ -19,13 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gqa_decode.split import Split, num_items
+from pallas_kernels.gqa_decode.split import Split, num_items, unit_pages
 
 PAGE_TOKENS = 64
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _TILE = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a query head
 _NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
+_MERGE_ROWS = 64  # of the head dimension, a CTA of the merge
 _WARPGROUPS = 2
 _COMPUTE, _COPY = range(_WARPGROUPS)
 
@@ -40,7 +41,7 @@ class Tuning:
     merge_unroll: int = 8  # items whose loads the merge kernel keeps in flight
 
 
-def partial_attention(
+def decode(
     q_UHE: jax.Array,
     k_PKE: jax.Array,
     v_PKE: jax.Array,
@@ -48,30 +49,32 @@ def partial_attention(
     length_B: jax.Array,
     split: Split,
     *,
+    group: int,
     scale: float,
     tuning: Tuning,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Normalised output and base-2 log-sum-exp of each item: fp32 [I, E, H] and [I, H].
+) -> jax.Array:
+    """[U, G, E] in q's dtype: the whole units from the first kernel, the others merged from their items by the second.
 
-    k_PKE, v_PKE: pools with page * N + head as their first axis. Numbers that no item has stay unwritten.
+    q_UHE: heads past `group` are padding up to a multiple of 8. k_PKE, v_PKE: page * N + head is the first axis.
     """
     units, heads, head_dim = q_UHE.shape
     items, stages, dtype = num_items(tuning.parts, units), tuning.stages, q_UHE.dtype
-    sizes = SimpleNamespace(
-        kv_heads=units // length_B.shape[0],
-        heads=heads,
-        head_dim=head_dim,
-        stages=stages,
-        scale=scale * math.log2(math.e),
+    sizes = {
+        "kv_heads": units // length_B.shape[0],
+        "group": group,
+        "heads": heads,
+        "head_dim": head_dim,
+        "stages": stages,
+        "scale": scale * math.log2(math.e),
         # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers.
-        carried=interpret is None,
-    )
+        "carried": interpret is None,
+    }
 
     def gqa_decode_partial(*refs: Any, **scratch: Any) -> None:
         names = ("first_unit_A", "first_page_A", "last_unit_A", "end_page_A", "table_BM", "length_B")
-        names += ("q_UHE", "k_PKE", "v_PKE", "o_IEH", "lse_IH")
-        r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **vars(sizes))
+        names += ("q_UHE", "k_PKE", "v_PKE", "out_UGE", "part_IEH", "lse_IH")
+        r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == _COMPUTE)(lambda: _compute(r))
         pl.when(warpgroup == _COPY)(lambda: _copy(r))
@@ -79,6 +82,7 @@ def partial_attention(
     call = plgpu.kernel(
         gqa_decode_partial,
         out_type=(
+            jax.ShapeDtypeStruct((units, group, head_dim), dtype),
             jax.ShapeDtypeStruct((items, head_dim, heads), jnp.float32),
             jax.ShapeDtypeStruct((items, heads), jnp.float32),
         ),
@@ -87,6 +91,7 @@ def partial_attention(
             "k_SKE": plgpu.SMEM((stages, PAGE_TOKENS, head_dim), dtype, transforms=_SWIZZLED),
             "v_SKE": plgpu.SMEM((stages, PAGE_TOKENS, head_dim), dtype, transforms=_SWIZZLED),
             "p_HK": plgpu.SMEM((heads, PAGE_TOKENS), dtype, transforms=_SWIZZLED),
+            "o_HE": plgpu.SMEM((heads, head_dim), dtype),
             "q_full": plgpu.Barrier(num_barriers=2),
             "q_free": plgpu.Barrier(num_barriers=2),
             "k_full": plgpu.Barrier(num_barriers=stages),
@@ -100,7 +105,8 @@ def partial_attention(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return call(*split[:4], table_BM, length_B, q_UHE, k_PKE, v_PKE)
+    out_UGE, part_IEH, lse_IH = call(*split[:4], table_BM, length_B, q_UHE, k_PKE, v_PKE)
+    return _merge(out_UGE, part_IEH, lse_IH, split, tuning=tuning, interpret=interpret)
 
 
 def _for_each_item(r: SimpleNamespace, visit: Any) -> jax.Array:
@@ -113,15 +119,11 @@ def _for_each_item(r: SimpleNamespace, visit: Any) -> jax.Array:
 
     def item(unit: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         items, pages = done
-        length = r.length_B[lax.div(unit, jnp.int32(r.kv_heads))]
+        whole = unit_pages(r.length_B[lax.div(unit, jnp.int32(r.kv_heads))], PAGE_TOKENS)
         start = jnp.where(unit == first, r.first_page_A[part], 0)
-        end = jnp.where(unit == last, r.end_page_A[part], lax.div(length + (PAGE_TOKENS - 1), jnp.int32(PAGE_TOKENS)))
-
-        @pl.when(end > start)
-        def _() -> None:
-            visit(items, unit, start, end, pages)
-
-        return items + (end > start).astype(jnp.int32), pages + end - start
+        end = jnp.where(unit == last, r.end_page_A[part], whole)
+        visit(items, unit, start, end, pages)
+        return items + 1, pages + end - start
 
     return lax.fori_loop(first, last + 1, item, (jnp.int32(0), jnp.int32(0)))
 
@@ -135,6 +137,7 @@ def _copy(r: SimpleNamespace) -> None:
         side = lax.rem(index, jnp.int32(2))
         pl.when(index >= 2)(lambda: plgpu.barrier_wait(r.q_free.at[side]))
         plgpu.copy_gmem_to_smem(r.q_UHE.at[unit], r.q_2HE.at[side], r.q_full.at[side])
+        last_page = r.k_PKE.shape[0] // r.kv_heads - 1
 
         def page(index: jax.Array, page_id: jax.Array) -> jax.Array:
             # The next id is read before this page waits for its stage: its latency hides behind the wait.
@@ -142,7 +145,7 @@ def _copy(r: SimpleNamespace) -> None:
             step = before + index - start
             stage = lax.rem(step, jnp.int32(r.stages))
             pl.when(step >= r.stages)(lambda: plgpu.barrier_wait(r.kv_free.at[stage]))
-            place = page_id * r.kv_heads + head
+            place = jnp.clip(page_id, 0, last_page) * r.kv_heads + head  # an empty row's entry may be anything
             plgpu.copy_gmem_to_smem(r.k_PKE.at[place], r.k_SKE.at[stage], r.k_full.at[stage])
             plgpu.copy_gmem_to_smem(r.v_PKE.at[place], r.v_SKE.at[stage], r.v_full.at[stage])
             return next_id
@@ -189,9 +192,17 @@ def _compute(r: SimpleNamespace) -> None:
         )
         plgpu.barrier_arrive(r.q_free.at[side])
         sum_H = sum_KH.sum(axis=0)
-        item = part + unit
-        r.o_IEH.at[item][...] = acc_EH / lax.broadcast_in_dim(sum_H, acc_EH.shape, [1])
-        r.lse_IH.at[item][...] = max_H + jnp.log2(sum_H)
+        acc_EH = acc_EH / lax.broadcast_in_dim(sum_H, acc_EH.shape, [1])
+        whole = (start == 0) & (end == unit_pages(length, PAGE_TOKENS))
+
+        @pl.when(whole)
+        def _() -> None:
+            _store_heads(acc_EH, r.o_HE, r.out_UGE.at[unit])
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            r.part_IEH.at[part + unit][...] = acc_EH
+            r.lse_IH.at[part + unit][...] = max_H + jnp.log2(sum_H)
 
     _for_each_item(r, visit)
 
@@ -226,9 +237,11 @@ def _page(
     @pl.when(live < PAGE_TOKENS)
     def _() -> None:
         # What lies past the end may be NaN, and 0 * NaN is NaN. (Keys need no care: their scores are replaced.)
-        value_KE = plgpu.load(r.v_SKE.at[stage], layout=_TILE, optimized=False)
-        token_KE = plgpu.broadcasted_iota(jnp.int32, value_KE.shape, 0, layout=_TILE)
-        r.v_SKE.at[stage][...] = jnp.where(token_KE < live, value_KE, jnp.zeros_like(value_KE))
+        for column in range(0, r.head_dim, 64):
+            block = r.v_SKE.at[stage, :, pl.ds(column, 64)]
+            value = plgpu.load(block, layout=_TILE, optimized=False)
+            token = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_TILE)
+            block[...] = jnp.where(token < live, value, jnp.zeros_like(value))
 
     plgpu.commit_smem()
 
@@ -243,31 +256,35 @@ def _page(
     return acc_EH, new_max_H, sum_KH
 
 
-def merge(
-    o_IEH: jax.Array,
-    lse_IH: jax.Array,
-    split: Split,
-    *,
-    dtype: jnp.dtype,
-    tuning: Tuning,
-    interpret: Any = None,
-) -> jax.Array:
-    """The items of each unit weighted by their sums: [U, H, E] in dtype; a unit without items gives zeros."""
-    items, head_dim, heads = o_IEH.shape
-    units = split.items_U.shape[0]
-    tile = (64, heads)
+def _store_heads(value_EH: jax.Array, stage_HE: Any, out_GE: Any) -> None:
+    """Transposes a tile through shared memory and writes its first G heads; returns when the stage may be reused."""
+    turned = plgpu.layout_cast(value_EH.astype(stage_HE.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    stage_HE.T[...] = turned
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage_HE.at[pl.ds(0, out_GE.shape[0])], out_GE)
+    plgpu.wait_smem_to_gmem(0)
 
-    def gqa_decode_merge(first_U: Any, items_U: Any, o_ref: Any, lse_ref: Any, out_UHE: Any) -> None:
-        unit, block = lax.axis_index("unit"), lax.axis_index("block")
-        first, count = first_U[unit], items_U[unit]
-        rows = pl.ds(block * 64, 64)
+
+def _merge(
+    out_UGE: jax.Array, part_IEH: jax.Array, lse_IH: jax.Array, split: Split, *, tuning: Tuning, interpret: Any
+) -> jax.Array:
+    """Writes into out_UGE, in place, each unit of more than one item: its items weighted by their sums."""
+    heads = part_IEH.shape[2]
+    tile = (_MERGE_ROWS, heads)
+
+    def gqa_decode_merge(
+        first_unit_A: Any, first_item_A: Any, items_A: Any, part_ref: Any, lse_ref: Any, out_ref: Any, stage_HE: Any
+    ) -> None:
+        part = lax.axis_index("part")
+        rows = pl.ds(lax.axis_index("block") * _MERGE_ROWS, _MERGE_ROWS)
+        first, count = first_item_A[part], items_A[part]
 
         def group(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = state
             places = [index * tuning.merge_unroll + i for i in range(tuning.merge_unroll)]
             # Past the last item its own result is read again, and then weighs nothing.
             read = [first + jnp.minimum(place, count - 1) for place in places]
-            values = [plgpu.load(o_ref.at[i, rows], layout=_TILE, optimized=False) for i in read]
+            values = [plgpu.load(part_ref.at[i, rows], layout=_TILE, optimized=False) for i in read]
             sums = [plgpu.load(lse_ref.at[i], layout=_COLUMN, optimized=False) for i in read]
             sums = [one + jnp.where(place < count, 0.0, _NEVER) for place, one in zip(places, sums, strict=True)]
             new_top = top
@@ -281,23 +298,26 @@ def merge(
                 total += weight
             return acc, new_top, total
 
-        start = (
-            plgpu.layout_cast(jnp.zeros(tile, jnp.float32), _TILE),
-            plgpu.layout_cast(jnp.full((heads,), _NEVER, jnp.float32), _COLUMN),
-            plgpu.layout_cast(jnp.zeros((heads,), jnp.float32), _COLUMN),
-        )
-        groups = lax.div(count + (tuning.merge_unroll - 1), jnp.int32(tuning.merge_unroll))
-        acc, _, total = lax.fori_loop(0, groups, group, start)
-        total = jnp.where(total > 0, total, 1.0)
-        out = (acc / lax.broadcast_in_dim(total, tile, [1])).astype(out_UHE.dtype)
-        out_UHE.at[unit, :, rows].T[...] = out
+        @pl.when(count > 0)
+        def _() -> None:
+            start = (
+                plgpu.layout_cast(jnp.zeros(tile, jnp.float32), _TILE),
+                plgpu.layout_cast(jnp.full((heads,), _NEVER, jnp.float32), _COLUMN),
+                plgpu.layout_cast(jnp.zeros((heads,), jnp.float32), _COLUMN),
+            )
+            groups = lax.div(count + (tuning.merge_unroll - 1), jnp.int32(tuning.merge_unroll))
+            acc, _, total = lax.fori_loop(0, groups, group, start)
+            acc = acc / lax.broadcast_in_dim(total, tile, [1])
+            _store_heads(acc, stage_HE, out_ref.at[first_unit_A[part], :, rows])
 
     call = plgpu.kernel(
         gqa_decode_merge,
-        out_type=jax.ShapeDtypeStruct((units, heads, head_dim), dtype),
-        grid=(units, head_dim // 64),
-        grid_names=("unit", "block"),
+        scratch_types=[plgpu.SMEM((heads, _MERGE_ROWS), out_UGE.dtype)],
+        grid=(tuning.parts, part_IEH.shape[1] // _MERGE_ROWS),
+        grid_names=("part", "block"),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return call(split.first_item_U, split.items_U, o_IEH, lse_IH)
+    out_ref = jax.new_ref(out_UGE)
+    call(split.first_unit_A, split.first_item_A, split.items_A, part_IEH, lse_IH, out_ref)
+    return jax.freeze(out_ref)

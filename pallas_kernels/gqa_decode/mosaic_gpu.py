@@ -1,7 +1,8 @@
-"""gqa_decode on Hopper: pads the group, cuts the pages into parts, and runs the two kernels of kernel.py."""
+"""gqa_decode on Hopper: cuts the pages into equal parts and runs the two kernels of kernel.py."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
-from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, merge, partial_attention
+from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, decode
 from pallas_kernels.gqa_decode.split import split_pages
 
 _LARGEST_GROUP = 64
@@ -30,6 +31,13 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
     return None
 
 
+def tuning_for(head_dim: int) -> Tuning:
+    """Pages of half the width are half the bytes: twice as many are kept in flight."""
+    return Tuning(stages=3 * 128 // head_dim)
+
+
+# Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("scale", "device", "tuning", "interpret"))
 def run(
     q_BNGE: jax.Array,
     k_PNKE: jax.Array,
@@ -43,22 +51,21 @@ def run(
     interpret: Any = None,
 ) -> jax.Array:
     """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
-    tuning = tuning or Tuning()
     B, N, G, E = q_BNGE.shape
+    tuning = tuning or tuning_for(E)
     P, _, K, _ = k_PNKE.shape
-    heads = -(-G // 8) * 8
-    q_UHE = jnp.pad(q_BNGE, ((0, 0), (0, 0), (0, heads - G), (0, 0))).reshape(B * N, heads, E)
-    split = split_pages(length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages)
-    o_IEH, lse_IH = partial_attention(
+    # XLA fuses the padding into whatever made the queries.
+    q_UHE = jnp.pad(q_BNGE.reshape(B * N, G, E), ((0, 0), (0, -G % 8), (0, 0)))
+    out_UGE = decode(
         q_UHE,
         k_PNKE.reshape(P * N, K, E),
         v_PNKE.reshape(P * N, K, E),
         table_BM,
         length_B,
-        split,
+        split_pages(length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages),
+        group=G,
         scale=scale,
         tuning=tuning,
         interpret=interpret,
     )
-    out_UHE = merge(o_IEH, lse_IH, split, dtype=q_BNGE.dtype, tuning=tuning, interpret=interpret)
-    return out_UHE.reshape(B, N, heads, E)[:, :, :G]
+    return out_UGE.reshape(B, N, G, E)

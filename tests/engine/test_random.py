@@ -74,7 +74,7 @@ def drive(bench: Bench, arrivals: list[Arrival]) -> None:
     bench.finish()
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=14),
     num_slots=st.integers(1, 5),
@@ -104,7 +104,7 @@ def test_any_traffic_gives_the_outputs_of_solo_runs(
                 assert len(answer.prompt_logprobs.chosen) == arrival.prompt_tokens - 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=8),
     failing=st.sets(st.integers(1, 30), max_size=4),

@@ -188,7 +188,7 @@ def test_b019_a_preempted_sequence_keeps_its_place() -> None:
     bench.submit(make_request(1, 190, 120))
     bench.step(2)
     bench.submit(make_request(2, 100, 60))
-    bench.step(20)
+    bench.step(5)
     ledger = bench.engine.ledger
     assert ledger.preemptions == 0
     gone = None
@@ -211,6 +211,15 @@ def test_b019_a_preempted_sequence_keeps_its_place() -> None:
     assert late == [], "these arrived after A was preempted and ran before it came back"
     for handle in bench.answers:
         assert bench.tokens(handle) == bench.solo(handle)
+
+
+def test_pages_that_come_back_anyway_save_a_preemption() -> None:
+    """The older one needs a page in the very step before which the other's last token went out."""
+    bench = Bench(make_shape(num_pages=4, page_size_tokens=8))
+    bench.submit(make_request(1, 9, 20), make_request(2, 9, 8))
+    bench.finish()
+    assert bench.engine.stats().preemptions_total == 0
+    assert max(gaps(bench.answers[1].steps)) == 2, "it did wait for the page"
 
 
 def test_preemption_takes_the_latest_arrival() -> None:
@@ -247,13 +256,14 @@ def test_scored_prompts_take_turns_with_others() -> None:
 
 
 def test_scored_chunks_find_room_where_decode_rows_would_fill_their_bucket() -> None:
-    bench = Bench(make_shape(num_slots=280, num_pages=600), budget_tokens=600)
-    bench.submit(*(make_request(handle, 2, 40) for handle in range(270)))
-    bench.step(22)
+    bench = Bench(make_shape(num_slots=280, num_pages=1300, max_chunks=96), budget_tokens=600)
+    bench.submit(*(make_request(handle, 2, 60) for handle in range(270)))
+    bench.step(5)
     assert int(bench.engine.ledger.slots.decoding_S.sum()) > 256
     bench.submit(make_request(1000, 300, 2, prompt_logprobs=0))
     bench.finish()
     assert len(bench.answers[1000].prompt_logprobs.chosen) == 299
+    assert bench.answers[1000].steps[0] < 15, "beside them, not after them"
     assert max(gap for handle in range(270) for gap in gaps(bench.answers[handle].steps)) <= 2
 
 
@@ -277,7 +287,7 @@ def test_admission_leaves_decoding_rows_a_page_to_grow_into() -> None:
     bench.submit(make_request(1, 16, 40))
     bench.step(3)
     assert bench.engine.stats().free_pages == 7
-    bench.submit(make_request(2, 55, 2))
+    bench.submit(make_request(2, 55, 20))
     bench.finish()
     assert bench.engine.stats().preemptions_total == 0
     for handle in (1, 2):

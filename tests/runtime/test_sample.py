@@ -22,7 +22,7 @@ from jaxserve.layers.gqa import GqaSpec
 from jaxserve.layers.rope import RopeSpec
 from jaxserve.mesh import make_mesh
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runtime.sample import largest_threshold, ordered_bits, sample
+from jaxserve.runtime.sample import largest_threshold, ordered_bits, sample, sample_plain
 from jaxserve.runtime.state import (
     SlotTables,
     install_plain,
@@ -75,7 +75,7 @@ def filled(slots: SlotTables, *installs: Install) -> SlotTables:
     return slots
 
 
-@partial(jax.jit, static_argnums=())
+@jax.jit
 def run(raw: jax.Array, slot: jax.Array, position: jax.Array, slots: SlotTables, flags: jax.Array):
     return sample(raw, slot, position, slots, flags, vocab_size=VOCAB, num_top=TOP)
 
@@ -267,3 +267,16 @@ def test_skipped_parts_give_what_neutral_parameters_give(slots: SlotTables) -> N
     raw = logits(10, 2)
     slots = filled(slots, install(0), install(1, temperature=1.0, seed=4))
     assert np.array_equal(draw(slots, raw, [0, 1], [2, 2], ALL)[1], draw(slots, raw, [0, 1], [2, 2], FLAG_RANDOM)[1])
+
+
+def test_the_plain_form_draws_the_same_tokens(slots: SlotTables) -> None:
+    raw = jnp.asarray(logits(11, 3))
+    slots = filled(slots, install(0), install(1, temperature=1.0, seed=4), install(2, temperature=0.3, seed=5))
+    rows, positions = jnp.arange(3), jnp.array([5, 6, 7])
+    full_slots, full = run(raw, rows, positions, slots, jnp.int32(FLAG_RANDOM))
+    plain_slots, plain = jax.jit(partial(sample_plain, vocab_size=VOCAB))(raw, rows, positions, slots)
+    assert np.array_equal(full.token_bad_2Q, plain.token_bad_2Q)
+    assert all(map(np.array_equal, jax.tree.leaves(full_slots), jax.tree.leaves(plain_slots)))
+    assert "conditional" not in jax.jit(partial(sample_plain, vocab_size=VOCAB)).lower(
+        raw, rows, positions, slots
+    ).as_text("hlo")

@@ -1,0 +1,171 @@
+"""Times the kernels against the limit and the rivals: `python -m pallas_kernels.bench [op or case id ...] --json OUT`.
+
+Prints a line a case and variant: microseconds, GB/s and TFLOP/s, fraction of the limit, error against an fp32
+reference, and the rival's time. A variant that fails is reported and the others go on. --check runs the op's
+correctness cases first, several times each: an error that moves between runs is a race. timing.py has the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels import timing
+from pallas_kernels.compare import difference
+from pallas_kernels.device import Device, device_of
+from pallas_kernels.gqa_decode import benchmark as gqa_decode
+from pallas_kernels.gqa_decode import check as gqa_decode_check
+from pallas_kernels.gqa_prefill import benchmark as gqa_prefill
+from pallas_kernels.gqa_prefill import check as gqa_prefill_check
+
+OPS: dict[str, ModuleType] = {"gqa_decode": gqa_decode, "gqa_prefill": gqa_prefill}
+CHECKS: dict[str, ModuleType] = {"gqa_decode": gqa_decode_check, "gqa_prefill": gqa_prefill_check}
+RIVALS = Path(__file__).parent / "data" / "rivals_h200.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for; 1 where a check or a variant failed."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="*", help="ops or case ids; all ops where nothing is named")
+    parser.add_argument("--json", type=Path, help="write the records here, by case id")
+    parser.add_argument("--variants", action="store_true", help="time every tuning and the XLA form too")
+    parser.add_argument("--profile", action="store_true", help="time each kernel of a call, too")
+    parser.add_argument("--check", action="store_true", help="run the correctness cases first")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
+    options = parser.parse_args(arguments)
+    device = device_of(jax.devices()[0])
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "commit": _commit()}
+    about["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    print(about, flush=True)
+    deadline = time.monotonic() + options.seconds
+    failures = 0
+    ops, cases = _wanted(options.what)
+    if options.check:
+        failures += sum(_check(op, device) for op in ops)
+    records: dict[str, Any] = {}
+    for case_id in cases:
+        if time.monotonic() > deadline:
+            print(f"{case_id}: left out, {options.seconds:.0f} s are over")
+            continue
+        record, failed = _case(case_id, device, options.variants, options.profile)
+        failures += failed
+        if record:
+            records[case_id] = record | about
+        if options.json:
+            options.json.write_text(json.dumps(records, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
+    ops = [name for name in OPS if not what or any(one.split()[0] == name for one in what)]
+    cases = [case_id for name in ops for case_id in OPS[name].CASE_IDS]
+    exact = [one for one in what if one not in OPS]
+    return ops, exact + [case_id for case_id in cases if not what or case_id.split()[0] in what]
+
+
+def _check(op: str, device: Device) -> int:
+    """Number of correctness cases that are wrong, or differ between runs."""
+    wrong = 0
+    for label, run in CHECKS[op].checks(device):
+        try:
+            results = [run() for _ in range(5)]
+            moves = any(not np.array_equal(results[0][0], other, equal_nan=True) for other, _ in results[1:])
+            found = difference(*results[0])
+            good = CHECKS[op].passes(found) and not moves
+            wrong += not good
+            print(
+                f"{'ok  ' if good else 'BAD '} {op} {label}: norm {found.norm:.2e} element {found.element:.2e} "
+                f"special {found.bad} worst {found.worst} {'MOVES BETWEEN RUNS' if moves else ''}",
+                flush=True,
+            )
+        except Exception as error:
+            wrong += 1
+            print(f"BAD  {op} {label}: {_brief(error)}", flush=True)
+    return wrong
+
+
+def _case(case_id: str, device: Device, every: bool, profile: bool) -> tuple[dict[str, Any], int]:
+    """The record of a case, its first variant's figures on top, and the number of variants that failed."""
+    op = OPS[case_id.split()[0]]
+    try:
+        problem = op.build(case_id, device)
+        expected = np.asarray(problem.reference(), np.float32)
+        variants = op.variants(problem, device, every)
+    except Exception as error:
+        print(f"{case_id}: {_brief(error)}", flush=True)
+        return {}, 1
+    rival = json.loads(RIVALS.read_text())["rivals"].get(case_id, {})
+    record: dict[str, Any] = {}
+    failed = 0
+    for name, step in variants.items():
+        try:
+            figures = _measure(step, problem, expected)
+        except Exception as error:
+            failed += 1
+            print(f"{case_id:32s} {name:32s} FAILED {_brief(error)}", flush=True)
+            continue
+        if profile and name == next(iter(variants)):
+            figures["kernels_us"] = _profile(step, problem)
+        print(_line(case_id, name, figures, rival), flush=True)
+        record = record or figures | {"variant": name, "rival_us": rival.get("us"), "rival": rival.get("name")}
+        record.setdefault("variants", {})[name] = figures["us"]
+    return record, failed
+
+
+def _measure(step: timing.Step, problem: timing.Problem, expected: np.ndarray) -> dict[str, Any]:
+    timed = timing.time_calls(step, problem)
+    found = difference(timed.first, expected)
+    return {
+        "us": round(timed.median_us, 2),
+        "best_us": round(timed.best_us, 2),
+        "GBps": round(problem.least_bytes / timed.median_us / 1e3, 1),
+        "TFLOPs": round(problem.operations / timed.median_us / 1e6, 1),
+        "of_limit": round(problem.limit_us / timed.median_us, 3),
+        "error": float(f"{found.norm:.2e}"),
+        "bad": found.bad,
+    }
+
+
+def _profile(step: timing.Step, problem: timing.Problem) -> dict[str, float] | str:
+    try:
+        totals = timing.kernels_us(step, problem)
+    except Exception as error:
+        return _brief(error)
+    return {name: round(us, 2) for name, us in sorted(totals.items(), key=lambda item: -item[1])[:6]}
+
+
+def _line(case_id: str, name: str, figures: dict[str, Any], rival: dict[str, Any]) -> str:
+    against = f"rival {rival['us']:.1f} us, ratio {figures['us'] / rival['us']:.3f}" if rival else ""
+    line = (
+        f"{case_id:32s} {name:32s} {figures['us']:9.2f} us (best {figures['best_us']:.2f}) {figures['GBps']:7.1f} GB/s "
+        f"{figures['TFLOPs']:6.1f} TFLOP/s {figures['of_limit']:.2f} of limit, error {figures['error']:.1e} "
+        f"bad {figures['bad']} {against}"
+    )
+    return line + (f"\n    {figures['kernels_us']}" if "kernels_us" in figures else "")
+
+
+def _commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

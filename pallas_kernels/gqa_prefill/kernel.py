@@ -1,0 +1,336 @@
+"""The Hopper kernel of gqa_prefill in Pallas Mosaic GPU: one CTA a query tile and query head.
+
+Two warpgroups compute 64 query rows each over the same key blocks; a third copies pages into shared memory, one copy
+a page. The scores of the next key block are in the tensor cores while the softmax of this one runs. Rows are packed
+without alignment, which a tiled copy cannot address: queries come through registers, outputs leave row by row where a
+tile is not full. NOTES.md has the design and figures.
+Dimension keys beyond the contract's: W tile slots, S stages, L tokens of a key block, J query rows of a warpgroup.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gqa_prefill.tiles import Tiles
+
+PAGE_TOKENS = 64
+ROWS = 64  # query rows of a warpgroup: wgmma's M
+TILE_TOKENS = 2 * ROWS
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_TILE = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)  # one value a query row
+_NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
+_COPY = 2  # the warpgroup that copies
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What may be tuned for a device."""
+
+    pages: int = 2  # of a key block
+    stages: int = 2  # key blocks in flight
+    overlap: bool = False  # the next scores are computed under this softmax
+    turns: bool = True  # without overlap: one warpgroup's softmax runs under the other's products
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+
+def prefill(
+    q_THE: jax.Array,
+    k_PKE: jax.Array,
+    v_PKE: jax.Array,
+    table_RM: jax.Array,
+    tiles: Tiles,
+    *,
+    kv_heads: int,
+    scale: float,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> jax.Array:
+    """[T, H, E] in q's dtype, zeros for rows of no chunk. k_PKE, v_PKE: page * N + head is the first axis."""
+    _, heads, head_dim = q_THE.shape
+    slots = tiles.row_W.shape[0]
+    block = tuning.pages * PAGE_TOKENS
+    sizes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "block": block,
+        "scale": scale * math.log2(math.e),
+        "tuning": tuning,
+        "native": interpret is None,
+    }
+
+    def gqa_prefill_tile(*refs: Any, **scratch: Any) -> None:
+        names = (*Tiles._fields, "table_RM", "q_THE", "k_PKE", "v_PKE", "out_THE")
+        r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
+        index = lax.axis_index("tile")
+        r.slot, r.head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+        r.blocks = lax.div(r.keys_W[r.slot] + (block - 1), jnp.int32(block))
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when((r.blocks > 0) & (warpgroup < _COPY))(lambda: _compute(r, warpgroup))
+        pl.when((r.blocks > 0) & (warpgroup == _COPY))(lambda: _copy(r))
+
+    scratch_types = {
+        "q_2JE": plgpu.SMEM((2, ROWS, head_dim), q_THE.dtype, transforms=_SWIZZLED),
+        "k_SLE": plgpu.SMEM((tuning.stages, block, head_dim), q_THE.dtype, transforms=_SWIZZLED),
+        "v_SLE": plgpu.SMEM((tuning.stages, block, head_dim), q_THE.dtype, transforms=_SWIZZLED),
+        "o_2JE": plgpu.SMEM((2, ROWS, head_dim), q_THE.dtype),
+        "k_full": plgpu.Barrier(num_arrivals=tuning.pages, num_barriers=tuning.stages),
+        "v_full": plgpu.Barrier(num_arrivals=tuning.pages, num_barriers=tuning.stages),
+        "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.stages),
+        "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.stages),
+        "turn": plgpu.Barrier(num_arrivals=2),
+    }
+    if interpret is not None:
+        scratch_types["p_2JL"] = plgpu.SMEM((2, ROWS, block), q_THE.dtype, transforms=_SWIZZLED)
+    call = plgpu.kernel(
+        gqa_prefill_tile,
+        scratch_types=scratch_types,
+        grid=(slots * heads,),
+        grid_names=("tile",),
+        num_threads=3,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    out_ref = jax.new_ref(jnp.zeros_like(q_THE))
+    call(*tiles, table_RM, q_THE, k_PKE, v_PKE, out_ref)
+    return jax.freeze(out_ref)
+
+
+def _copy(r: SimpleNamespace) -> None:
+    """The copying warpgroup: pages of keys and values, `stages` key blocks ahead."""
+    if r.native:
+        plgpu.set_max_registers(r.tuning.copy_registers, action="decrease")
+    stages, pages = r.tuning.stages, r.tuning.pages
+    chunk = r.chunk_W[r.slot]
+    kv_head = lax.div(r.head, jnp.int32(r.heads // r.kv_heads))
+    last_page = r.k_PKE.shape[0] // r.kv_heads - 1
+
+    def places(block: jax.Array) -> tuple[jax.Array, ...]:
+        # The last block may reach past the request's pages, where entries may be anything.
+        indices = [jnp.minimum(block * pages + i, r.table_RM.shape[1] - 1) for i in range(pages)]
+        return tuple(jnp.clip(r.table_RM[chunk, i], 0, last_page) * r.kv_heads + kv_head for i in indices)
+
+    def fetch(block: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        following = places(block + 1)  # read before the waits, which then hide its latency
+        stage = lax.rem(block, jnp.int32(stages))
+        for pool, buffer, full, free in (
+            (r.k_PKE, r.k_SLE, r.k_full, r.k_free),
+            (r.v_PKE, r.v_SLE, r.v_full, r.v_free),
+        ):
+            pl.when(block >= stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
+            for i, place in enumerate(now):
+                rows = pl.ds(i * PAGE_TOKENS, PAGE_TOKENS)
+                plgpu.copy_gmem_to_smem(pool.at[place], buffer.at[stage, rows], full.at[stage])
+        return following
+
+    lax.fori_loop(0, r.blocks, fetch, places(jnp.int32(0)))
+
+    # Every completion of a barrier must have been waited for when a kernel ends.
+    @pl.loop(jnp.maximum(r.blocks - stages, 0), r.blocks)
+    def _(block: jax.Array) -> None:
+        stage = lax.rem(block, jnp.int32(stages))
+        plgpu.barrier_wait(r.k_free.at[stage])
+        plgpu.barrier_wait(r.v_free.at[stage])
+
+
+def _compute(r: SimpleNamespace, side: jax.Array) -> None:
+    """A computing warpgroup: its 64 rows of the tile over all key blocks, then their way out."""
+    if r.native:
+        plgpu.set_max_registers(r.tuning.compute_registers, action="increase")
+    first = side * ROWS
+    row = r.row_W[r.slot] + first
+    position = r.position_W[r.slot] + first
+    q_JE = plgpu.load(r.q_THE.at[pl.ds(row, ROWS), r.head], layout=_TILE, optimized=False)
+    r.q_2JE.at[side][...] = q_JE
+    plgpu.commit_smem()
+
+    def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    state = (
+        constant(0.0, (ROWS, r.head_dim), _TILE),
+        constant(_NEVER, (ROWS,), _ROW),
+        constant(0.0, (ROWS,), _ROW),
+    )
+    # Blocks below the tile's first row are seen whole by all of its rows; both warpgroups cut at the same place.
+    whole = jnp.clip(lax.div(r.position_W[r.slot], jnp.int32(r.block)), 0, r.blocks - 1)
+    if r.tuning.overlap:
+        state = _overlapped(r, side, position, whole, state)
+    else:
+        # The second warpgroup starts half a step late, and the first ends half a step early.
+        pl.when(side == 1)(lambda: _take_turns(r))
+        for start, end, masked in ((0, whole, False), (whole, r.blocks, True)):
+            step = _plain_step(r, side, position, masked)
+            state = lax.fori_loop(start, end, step, state)
+        pl.when(side == 0)(lambda: _take_turns(r))
+    acc_JE, _, sum_J = state
+    acc_JE = acc_JE * lax.broadcast_in_dim(1.0 / sum_J, acc_JE.shape, [0])
+    r.o_2JE.at[side][...] = acc_JE.astype(r.o_2JE.dtype)
+    plgpu.commit_smem()
+    _store_rows(r, side, row, first)
+
+
+def _plain_step(r: SimpleNamespace, side: jax.Array, position: jax.Array, masked: bool) -> Any:
+    """Scores, softmax and product of one key block after the other."""
+
+    def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def scores(out: Any) -> jax.Array:
+            _start_scores(r, side, block, out)
+            _take_turns(r)
+            return out[...]
+
+        score_JL = pl.run_scoped(scores, plgpu.ACC((ROWS, r.block), jnp.float32))
+        plgpu.barrier_arrive(r.k_free.at[lax.rem(block, jnp.int32(r.tuning.stages))])
+        acc_JE, max_J, sum_J = state
+        weight_JL, keep_J, max_J, sum_J = _softmax(r, block, position, masked, score_JL, max_J, sum_J)
+        _take_turns(r)
+        return _add_values(r, side, block, masked, weight_JL, keep_J, acc_JE), max_J, sum_J
+
+    return step
+
+
+def _take_turns(r: SimpleNamespace) -> None:
+    """Both warpgroups pass here twice a block, half a block apart: one multiplies while the other is in its softmax."""
+    if r.tuning.turns:
+        plgpu.barrier_arrive(r.turn)
+        plgpu.barrier_wait(r.turn)
+
+
+def _overlapped(
+    r: SimpleNamespace, side: jax.Array, position: jax.Array, whole: jax.Array, state: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """As the plain steps, but the scores of block b + 1 are started before the softmax of block b."""
+
+    def first(out: Any) -> jax.Array:
+        _start_scores(r, side, jnp.int32(0), out)
+        return out[...]
+
+    def step(masked: bool) -> Any:
+        def run(block: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            score_JL, acc_JE, max_J, sum_J = carried
+
+            def under(out: Any) -> tuple[jax.Array, ...]:
+                _start_scores(r, side, block + 1, out)
+                found = _softmax(r, block, position, masked, score_JL, max_J, sum_J)
+                weight_JL, keep_J, new_max_J, new_sum_J = found
+                new_acc_JE = _add_values(r, side, block, masked, weight_JL, keep_J, acc_JE)
+                plgpu.barrier_arrive(r.k_free.at[lax.rem(block + 1, jnp.int32(r.tuning.stages))])
+                return out[...], new_acc_JE, new_max_J, new_sum_J
+
+            return pl.run_scoped(under, plgpu.ACC((ROWS, r.block), jnp.float32))
+
+        return run
+
+    score_JL = pl.run_scoped(first, plgpu.ACC((ROWS, r.block), jnp.float32))
+    plgpu.barrier_arrive(r.k_free.at[0])
+    carried = lax.fori_loop(0, jnp.minimum(whole, r.blocks - 1), step(False), (score_JL, *state))
+    carried = lax.fori_loop(jnp.minimum(whole, r.blocks - 1), r.blocks - 1, step(True), carried)
+    score_JL, acc_JE, max_J, sum_J = carried
+    last = r.blocks - 1
+    weight_JL, keep_J, max_J, sum_J = _softmax(r, last, position, True, score_JL, max_J, sum_J)
+    return _add_values(r, side, last, True, weight_JL, keep_J, acc_JE), max_J, sum_J
+
+
+def _start_scores(r: SimpleNamespace, side: jax.Array, block: jax.Array, out: Any) -> None:
+    stage = lax.rem(block, jnp.int32(r.tuning.stages))
+    plgpu.barrier_wait(r.k_full.at[stage])
+    plgpu.wgmma(out, r.q_2JE.at[side], r.k_SLE.at[stage].T)
+
+
+def _softmax(
+    r: SimpleNamespace,
+    block: jax.Array,
+    position: jax.Array,
+    masked: bool,
+    score_JL: jax.Array,
+    max_J: jax.Array,
+    sum_J: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Weights of a block, the factor that older results shrink by, the new maximum (of scaled scores) and sum."""
+    if masked:
+        row = plgpu.broadcasted_iota(jnp.int32, score_JL.shape, 0, layout=_TILE)
+        token = plgpu.broadcasted_iota(jnp.int32, score_JL.shape, 1, layout=_TILE)
+        score_JL = jnp.where(token - row <= position - block * r.block, score_JL, _NEVER / r.scale)
+    new_max_J = jnp.maximum(max_J, score_JL.max(axis=1) * r.scale)
+    keep_J = jnp.exp2(max_J - new_max_J)
+    weight_JL = jnp.exp2(score_JL * r.scale - lax.broadcast_in_dim(new_max_J, score_JL.shape, [0]))
+    return weight_JL, keep_J, new_max_J, sum_J * keep_J + weight_JL.sum(axis=1)
+
+
+def _add_values(
+    r: SimpleNamespace,
+    side: jax.Array,
+    block: jax.Array,
+    masked: bool,
+    weight_JL: jax.Array,
+    keep_J: jax.Array,
+    acc_JE: jax.Array,
+) -> jax.Array:
+    """acc keep + weights V; gives the block's values free."""
+    stage = lax.rem(block, jnp.int32(r.tuning.stages))
+    acc_JE = acc_JE * lax.broadcast_in_dim(keep_J, acc_JE.shape, [0])
+    weight_JL = weight_JL.astype(r.v_SLE.dtype)
+    plgpu.barrier_wait(r.v_full.at[stage])
+    if masked:
+        _clean_values(r, stage, r.keys_W[r.slot] - block * r.block)
+    if r.native:
+        acc_JE = pl.run_state(lambda out: plgpu.wgmma(out, weight_JL, r.v_SLE.at[stage]))(plgpu.ACC.init(acc_JE))
+    else:  # the interpreter knows neither operands in registers nor accumulators that are carried in
+        r.p_2JL.at[side][...] = weight_JL
+        plgpu.commit_smem()
+
+        def product(out: Any) -> jax.Array:
+            plgpu.wgmma(out, r.p_2JL.at[side], r.v_SLE.at[stage])
+            return out[...]
+
+        acc_JE += pl.run_scoped(product, plgpu.ACC(acc_JE.shape, jnp.float32))
+    plgpu.barrier_arrive(r.v_free.at[stage])
+    return acc_JE
+
+
+def _clean_values(r: SimpleNamespace, stage: jax.Array, live: jax.Array) -> None:
+    """Zeroes the block's values past the last token, which may be NaN (0 * NaN is NaN).
+
+    Both warpgroups do so, each before its own product: they write the same bytes, and need not wait for each other.
+    """
+    for row in range(0, r.block, PAGE_TOKENS):
+
+        @pl.when(live < row + PAGE_TOKENS)
+        def _(row: int = row) -> None:
+            for column in range(0, r.head_dim, 64):
+                part = r.v_SLE.at[stage, pl.ds(row, PAGE_TOKENS), pl.ds(column, 64)]
+                value = plgpu.load(part, layout=_TILE, optimized=False)
+                token = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_TILE)
+                part[...] = jnp.where(token + row < live, value, jnp.zeros_like(value))
+            plgpu.commit_smem()
+
+
+def _store_rows(r: SimpleNamespace, side: jax.Array, row: jax.Array, first: jax.Array) -> None:
+    """Writes the warpgroup's live rows: in one copy where all are, else row by row."""
+    start = jnp.clip(r.first_live_W[r.slot] - first, 0, ROWS)
+    end = jnp.clip(r.end_live_W[r.slot] - first, 0, ROWS)
+    full = end - start == ROWS
+
+    @pl.when(full)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(r.o_2JE.at[side], r.out_THE.at[pl.ds(row, ROWS), r.head])
+
+    @pl.when(jnp.logical_not(full))
+    def _() -> None:
+        @pl.loop(start, end)
+        def _(i: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(r.o_2JE.at[side, pl.ds(i, 1)], r.out_THE.at[pl.ds(row + i, 1), r.head])
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,196 @@
+"""Where a decode step's time goes: host work against device work, in the real runner with random weights.
+
+For each batch size it reports, in microseconds a step (medians):
+  put, call, copy      the three parts of a dispatch while the device is idle: batch to the device, the compiled call
+                       itself (argument handling, execute, launch or graph update), the start of the copies back
+  step_sync            dispatch and read, one after the other
+  step_ahead           one step ahead, as the engine runs: the device's own time where the host hides behind it
+  call_behind          the compiled call while the device still runs the step before
+  call_flood_max       the slowest call of 32 dispatched without reading: back-pressure shows here
+
+Each variant of XLA flags runs in a process of its own. Usage:
+  python scripts/bench_step.py CONFIG_DIR --rows 16 64 --context 1024 --json OUT [--variants default no_graphs ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION"
+VARIANTS = {
+    "default": "",
+    "no_graphs": "--xla_gpu_enable_command_buffer=",
+    "while_graphs": f"--xla_gpu_enable_command_buffer={GRAPHS},WHILE",
+}
+REPEATS = 30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config_dir", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache of each row")
+    parser.add_argument("--layers", type=int, help="cut the model to this many layers")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "no_graphs"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--trace", type=Path, help="write a profiler trace of ten steps to this folder")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print("RESULT " + json.dumps(measure(args)))
+        return 0
+    results: dict[str, Any] = {}
+    for variant in args.variants:
+        flags = " ".join((os.environ.get("XLA_FLAGS", ""), VARIANTS[variant])).strip()
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
+        done = subprocess.run(
+            command, env=os.environ | {"XLA_FLAGS": flags}, stdout=subprocess.PIPE, text=True, check=False
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        results[variant] = json.loads(lines[-1][7:]) if lines else {"failed": done.returncode}
+        print(variant, json.dumps(results[variant], indent=1), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One variant in this process."""
+    from jaxserve import environment
+
+    environment.prepare(args.device, 0.9)
+    import jax
+
+    from jaxserve.batch import Bucket, Program
+    from jaxserve.config import CacheConfig, Config, DeviceFacts, ModelConfig, RuntimeConfig, ScheduleConfig, resolve
+    from jaxserve.models.families import model_spec
+    from jaxserve.runtime.start import start_runner
+
+    model = json.loads((args.config_dir / "config.json").read_text())
+    if args.layers:
+        model["num_hidden_layers"] = args.layers
+    spec = model_spec(model)
+    most = max(args.rows)
+    wanted = Config(
+        ModelConfig(str(args.config_dir), random_weights=True, max_model_len=args.context + 256),
+        cache=CacheConfig(),
+        schedule=ScheduleConfig(max_num_seqs=most, max_num_batched_tokens=most + 64),
+        runtime=RuntimeConfig(device=args.device, attention=args.attention, compile_cache_dir=""),
+    )
+    platform = "cpu" if jax.devices()[0].platform == "cpu" else "cuda"
+    config, _ = resolve(wanted, DeviceFacts(platform, "", 1, spec.max_len, spec.dtype))
+    buckets = [Bucket(Program.MIXED, most + 64), *(Bucket(Program.DECODE, rows) for rows in args.rows)]
+    started = start_runner(spec, config, buckets, None, spec.vocab_size, lambda line: print(line, flush=True))
+    out: dict[str, Any] = {"start_s": {name: round(s, 2) for name, s in started.times_s.items()}}
+    out["device"] = jax.devices()[0].device_kind
+    out["arrays"] = {"weights": len(started.runner.leaves), "state": len(jax.tree.leaves(started.runner.state))}
+    for rows in args.rows:
+        out[f"decode_{rows}"] = measure_bucket(started.runner, started.shape, Bucket(Program.DECODE, rows), args)
+    return out
+
+
+def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespace) -> dict[str, float]:
+    """All figures of one decode bucket."""
+    import jax
+    import numpy as np
+
+    from jaxserve.batch import FLAG_RANDOM, Batch, Layout
+    from jaxserve.runtime.runner import Pending
+
+    layout = Layout(bucket, shape)
+    vector = layout.empty()
+    views = layout.views(vector)
+    views["flags"][:] = FLAG_RANDOM
+    rows = np.arange(bucket.rows)
+    views["slot"][:] = rows
+    views["position"][:] = args.context
+    fill_tables(runner, shape, bucket, args.context)
+    batch = Batch(bucket, vector)
+    step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
+    parts: dict[str, list[float]] = {name: [] for name in ("put", "call", "copy", "step_sync", "call_behind")}
+
+    def call() -> Any:
+        runner.state, result = step(runner.leaves, runner.state, runner._put(vector))
+        return result
+
+    for _ in range(5):
+        jax.block_until_ready(call())
+    for _ in range(REPEATS):
+        t0 = time.perf_counter()
+        put = runner._put(vector)
+        t1 = time.perf_counter()
+        runner.state, result = step(runner.leaves, runner.state, put)
+        t2 = time.perf_counter()
+        pending = Pending(result, with_logprobs=False)
+        t3 = time.perf_counter()
+        pending.result()
+        t4 = time.perf_counter()
+        for name, span in zip(parts, (t1 - t0, t2 - t1, t3 - t2, t4 - t0), strict=False):
+            parts[name].append(span)
+    for _ in range(REPEATS):
+        first = call()
+        t0 = time.perf_counter()
+        second = call()
+        parts["call_behind"].append(time.perf_counter() - t0)
+        jax.block_until_ready((first, second))
+    out = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+    out["step_ahead"] = round(ahead(runner, batch) * 1e6, 1)
+    floods = []
+    for _ in range(32):
+        t0 = time.perf_counter()
+        result = call()
+        floods.append(time.perf_counter() - t0)
+    jax.block_until_ready(result)
+    out["call_flood_first"], out["call_flood_max"] = round(floods[0] * 1e6, 1), round(max(floods) * 1e6, 1)
+    out["call_flood_median"] = round(statistics.median(floods) * 1e6, 1)
+    if args.trace:
+        with jax.profiler.trace(str(args.trace / f"decode_{bucket.rows}")):
+            for _ in range(10):
+                jax.block_until_ready(call())
+    return out
+
+
+def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
+    """Give each slot pages for its whole context, by the updates of steps that feed nobody."""
+    from jaxserve.batch import Batch, Layout
+
+    layout = Layout(bucket, shape)
+    pages = context // shape.page_size_tokens + 1
+    entries = [(slot, i, (slot * pages + i) % shape.num_pages) for slot in range(bucket.rows) for i in range(pages)]
+    for first in range(0, len(entries), layout.updates):
+        part = entries[first : first + layout.updates]
+        vector = layout.empty()
+        views = layout.views(vector)
+        for name, column in zip(("update_slot", "update_index", "update_page"), zip(*part, strict=True), strict=True):
+            views[name][: len(part)] = column
+        runner.dispatch(Batch(bucket, vector)).result()
+
+
+def ahead(runner: Any, batch: Any) -> float:
+    """Seconds a step when the next one is always dispatched before the last one is read."""
+    pending = runner.dispatch(batch)
+    count = 2 * REPEATS
+    start_s = time.perf_counter()
+    for _ in range(count):
+        following = runner.dispatch(batch)
+        pending.result()
+        pending = following
+    span_s = time.perf_counter() - start_s
+    pending.result()
+    return span_s / count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

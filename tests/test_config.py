@@ -1,0 +1,71 @@
+"""Flags to configuration: flat names, ranges, what `resolve` fills in, and the budget of fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from jaxserve.config import Config, DeviceFacts, ModelConfig, decode_buckets, mixed_buckets, resolve
+from jaxserve.errors import ConfigError
+from jaxserve.options import PLACES, EngineOptions, config_from_options
+
+CPU = DeviceFacts("cpu", "cpu", 1, 8192, "bfloat16")
+H200 = DeviceFacts("cuda", "NVIDIA H200", 1, 8192, "bfloat16")
+
+
+def test_every_option_has_a_place_in_the_tree() -> None:
+    assert EngineOptions.__annotations__.keys() <= PLACES.keys()
+    config = Config(ModelConfig("m"))
+    for part, field in PLACES.values():
+        assert hasattr(getattr(config, part), field)
+
+
+def test_the_tree_stays_small() -> None:
+    parts = [getattr(Config(ModelConfig("m")), part.name) for part in fields(Config)]
+    assert sum(len(fields(part)) for part in parts) <= 40
+
+
+def test_flat_options_land_in_their_parts() -> None:
+    config = config_from_options("m", {"block_size": 32, "cache_memory_gb": 1.5, "load_format": "dummy", "port": 0})
+    assert (config.cache.page_size_tokens, config.cache.cache_memory_bytes) == (32, 1_500_000_000)
+    assert config.model.random_weights and config.server.port == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_seqs": 3}, "max_seqs: no such option, allowed: attention, "),
+        ({"load_format": "gguf"}, "--load-format: got 'gguf', allowed: auto, dummy"),
+        ({"dtype": "int8"}, "--dtype: got 'int8', allowed: one of auto, bfloat16, float32"),
+        ({"max_model_len": 0}, "--max-model-len: got 0, allowed: at least 1"),
+        ({"max_model_len": 9000}, "--max-model-len: got 9000, allowed: at most 8192"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: got 1.5, allowed: 0 < x <= 1"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, "--max-num-batched-tokens: got 64, allowed: more than"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: got 2, allowed: at most 1"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size: got 0, allowed: at least 1"),
+        ({"block_size": 48}, "--block-size: got 48, allowed: 8, 16, 32, 64, 128"),
+        ({"port": 70000}, "--port: got 70000, allowed: 0 to 65535"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(options: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(config_from_options("m", options), CPU)
+    assert str(error.value).startswith(sentence)
+
+
+def test_resolve_fills_every_auto_and_says_so() -> None:
+    config, lines = resolve(config_from_options("m", {}), CPU)
+    assert (config.model.dtype, config.model.max_model_len, config.cache.page_size_tokens) == ("float32", 8192, 16)
+    assert "model.dtype: auto -> float32" in lines
+    again, silence = resolve(config, CPU)
+    assert again == config and silence == []
+    on_gpu, _ = resolve(config_from_options("m", {}), H200)
+    assert (on_gpu.model.dtype, on_gpu.cache.page_size_tokens, on_gpu.runtime.device) == ("bfloat16", 64, "cuda")
+
+
+def test_buckets_end_in_the_limit() -> None:
+    assert decode_buckets(64) == (16, 32, 64) and decode_buckets(64, "cpu") == (1, 4, 16, 64)
+    assert decode_buckets(5) == (5,) and decode_buckets(1, "cpu") == (1,)
+    assert mixed_buckets(2048) == (64, 256, 1024, 2048) and mixed_buckets(2048, "cpu") == (64, 512, 2048)
+    assert mixed_buckets(40) == (40,)
