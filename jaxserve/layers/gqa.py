@@ -50,11 +50,10 @@ class GqaAttention(nnx.Module):
         heads, group, dim = spec.num_kv_heads, spec.group, spec.head_dim
         self.qkv = parameter((heads, group + 2, dim, hidden), ("kv_heads", None, None, "embed"), dtype)
         self.out = parameter((hidden, heads, group, dim), ("embed", "kv_heads", None, None), dtype)
-        self.qkv_bias = self.out_bias = None
-        if spec.qkv_bias:
-            self.qkv_bias = parameter((heads, group + 2, dim), ("kv_heads", None, None), dtype)
-        if spec.out_bias:
-            self.out_bias = parameter((hidden,), ("embed",), dtype)
+        bias_shape, bias_axes = (heads, group + 2, dim), ("kv_heads", None, None)
+        # Assigned once each: NNX takes an attribute that was None for static, and refuses the parameter.
+        self.qkv_bias = parameter(bias_shape, bias_axes, dtype) if spec.qkv_bias else None
+        self.out_bias = parameter((hidden,), ("embed",), dtype) if spec.out_bias else None
 
     def __call__(
         self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged

@@ -1,0 +1,21 @@
+"""The one table from Hugging Face's model_type to the file that names its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from checkpoints.names import llama
+from checkpoints.names.table import NameTable
+from jaxserve.errors import ModelError
+from jaxserve.models.spec import ModelSpec
+
+TABLES: dict[str, Callable[[ModelSpec], NameTable]] = {
+    "llama": llama.name_table,
+}
+
+
+def name_table(model_type: str, spec: ModelSpec) -> NameTable:
+    """Raises ModelError naming what is known where model_type is not."""
+    if model_type not in TABLES:
+        raise ModelError(f"config.json: model_type is {model_type!r}, supported: {', '.join(sorted(TABLES))}")
+    return TABLES[model_type](spec)

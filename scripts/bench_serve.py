@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Measures the serving workloads: flags, and the process settings that JAX reads; then becomes _bench_run.py.
+
+    scripts/bench_serve.py CONFIG_DIR --weights random --workloads c16_256_128,b1_1k --json results.json
+
+CONFIG_DIR needs only a config.json where the weights are random. Engine flags are those of `jaxserve serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a script's own folder is on the path, not the tree it lies in
+
+from jaxserve import cli, environment  # noqa: E402
+from scripts._bench_workloads import BenchError, chosen  # noqa: E402
+
+MAX_NUM_SEQS = 256
+STEP_TOKENS = 8192
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = argparse.ArgumentParser(prog="scripts/bench_serve.py", description="Measure the serving workloads.")
+    flag = parser.add_argument
+    flag("--weights", choices=("random", "real"), default="real", help="random: N(0, 0.02), made on the device")
+    flag("--workloads", type=workloads, default="all", help="all, or names or keys with commas between (default: all)")
+    flag("--json", type=Path, required=True, metavar="OUT", help="results file; what it holds of others stays")
+    flag("--grpc", action="store_true", help="through a server on a loopback port, in place of in process")
+    flag("--limit", type=float, default=300.0, help="seconds that one run of a workload may take (default: 300)")
+    flag("--commit", help="the commit that is measured, where this is no git checkout")
+    cli.add_model_flags(parser)
+    parser.set_defaults(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=STEP_TOKENS)
+    return parser
+
+
+def workloads(text: str) -> list[str]:
+    """The names that --workloads chooses."""
+    try:
+        return chosen(text)
+    except BenchError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--workloads: ")) from error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks the flags; returns only where they are wrong, else this process becomes the measurement."""
+    args = build_parser().parse_args(argv)
+    environment.prepare(args.device, args.gpu_memory_utilization)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.execv(sys.executable, [sys.executable, "-m", "scripts._bench_run", *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

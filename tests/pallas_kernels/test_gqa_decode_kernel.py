@@ -1,0 +1,112 @@
+"""gqa_decode's Hopper kernels without a GPU: the work list, the numbers in the interpreter, and lowering for CUDA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.compare import check
+from pallas_kernels.device import Device
+from pallas_kernels.gqa_decode import mosaic_gpu
+from pallas_kernels.gqa_decode.cases import DecodeCase, make_inputs
+from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
+from pallas_kernels.gqa_decode.kernel import Tuning
+from pallas_kernels.gqa_decode.reference import dense
+from pallas_kernels.gqa_decode.split import num_items, split_pages
+
+H200 = Device("gpu", "9.0")
+SPLIT = jax.jit(split_pages, static_argnames=("kv_heads", "page_tokens", "parts"))
+FITS = {"rows": 8, "kv_heads": 2, "group": 16, "head_dim": 128, "page_tokens": 64, "max_pages": 8, "dtype": "bfloat16"}
+
+
+@given(
+    tokens=st.lists(st.integers(0, 700), min_size=6, max_size=6),
+    kv_heads=st.sampled_from([1, 3]),
+    parts=st.sampled_from([1, 4, 11]),
+    min_pages=st.integers(1, 4),
+)
+def test_the_split_covers_every_page_once(tokens: list[int], kv_heads: int, parts: int, min_pages: int) -> None:
+    """Every page of every unit is in one part; every unit of several items is closed once, by its items in a row."""
+    made = SPLIT(np.array(tokens, np.int32), kv_heads=kv_heads, page_tokens=64, parts=parts, min_pages=min_pages)
+    split = type(made)(*map(np.asarray, made))
+    pages_U = np.repeat([max(1, -(-n // 64)) for n in tokens], kv_heads)
+    seen = [np.zeros(pages, int) for pages in pages_U]
+    numbers: dict[int, list[int]] = {}
+    counts = []
+    for part in range(parts):
+        first, last = split.first_unit_A[part], split.last_unit_A[part]
+        taken = 0
+        for unit in range(first, last + 1):
+            start = split.first_page_A[part] if unit == first else 0
+            end = split.end_page_A[part] if unit == last else pages_U[unit]
+            assert 0 <= start < end <= pages_U[unit]
+            seen[unit][start:end] += 1
+            numbers.setdefault(unit, []).append(part + unit)
+            taken += end - start
+        counts.append(taken)
+    assert all((pages == 1).all() for pages in seen)
+    assert len({number for items in numbers.values() for number in items}) == sum(map(len, numbers.values()))
+    assert max(map(max, numbers.values())) < num_items(parts, len(pages_U))
+    closed = {
+        int(split.first_unit_A[part]): list(range(split.first_item_A[part], split.first_item_A[part] + items))
+        for part, items in enumerate(split.items_A)
+        if items
+    }
+    assert closed == {unit: items for unit, items in numbers.items() if len(items) > 1}
+    assert max(counts) - min(counts[: len([c for c in counts if c]) - 1], default=max(counts)) == 0
+
+
+INTERPRETED = (
+    DecodeCase("group 3, head 64", (0, 1, 130, 64, 300), 2, 3, 64, 64, "bfloat16"),
+    DecodeCase("group 16, head 128", (65, 0, 200), 1, 16, 128, 64, "bfloat16"),
+)
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_b145_numbers_in_the_interpreter(case: DecodeCase) -> None:
+    """Whole units, split units, empty rows, NaN in stale rows; four parts, so that some end inside a row."""
+    inputs = make_inputs(case, seed=0)
+    tuning = Tuning(parts=4, stages=2, min_pages=1, merge_unroll=2)
+    out = mosaic_gpu.run(
+        *map(jnp.asarray, inputs),
+        scale=case.scale,
+        device=H200,
+        tuning=tuning,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    check(np.asarray(out), dense(*inputs, scale=case.scale), label=case.name)
+    assert not np.asarray(out)[np.asarray(case.lengths) == 0].any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 2, 128), (32, 8, 128), (40, 40, 128), (9, 3, 64)])
+def test_it_lowers_for_the_gpu(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Shapes, layouts and shared memory are checked by the lowering, which needs no GPU."""
+    q = jax.ShapeDtypeStruct((16, kv_heads, heads // kv_heads, head_dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((32, kv_heads, 64, head_dim), jnp.bfloat16)
+    table, tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=0.1, device=H200))
+    text = call.trace(q, pool, pool, table, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "dtype is float32, must be bfloat16"),
+        ({"page_tokens": 16}, "page size is 16 tokens, must be 64"),
+        ({"head_dim": 96}, "head dimension is 96, must be 64 or 128"),
+        ({"group": 65}, "65 query heads, must be 64 at most"),
+    ],
+)
+def test_what_it_does_not_fit(change: dict, reason: str) -> None:
+    assert reason in (mosaic_gpu.why_not(GqaDecodeShapes(**FITS | change), H200) or "")
+
+
+def test_where_it_fits() -> None:
+    assert mosaic_gpu.why_not(GqaDecodeShapes(**FITS), H200) is None
+    assert "this is cpu" in (mosaic_gpu.why_not(GqaDecodeShapes(**FITS), Device("cpu")) or "")
