@@ -143,7 +143,8 @@ def report_start(parts: EngineParts) -> None:
 def main() -> int:
     """The engine's process: config, address and key come pickled on standard input from the front that started it."""
     config, address, authkey, log_level = pickle.load(sys.stdin.buffer)
-    logging.basicConfig(level=log_level, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S")
+    form = "%(asctime)s %(name)s %(message)s"
+    logging.basicConfig(level=log_level, format=form, datefmt="%H:%M:%S", force=True)  # absl has set a handler already
     link = EngineSide(address, authkey)
     stop = threading.Event()
     try:

@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 where a workload that fits could not be measured."""
     args = build_parser().parse_args(argv)
     args.load_format = "dummy" if args.weights == "random" else "auto"
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(name)s %(message)s", force=True)
     name = args.served_model_name or Path(args.model).resolve().name
     results = Results(args.json, f"{name} (grpc)" if args.grpc else name)
     try:

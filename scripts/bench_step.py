@@ -4,7 +4,8 @@ For each batch size it reports, in microseconds a step (medians):
   put, call, copy      the three parts of a dispatch while the device is idle: batch to the device, the compiled call
                        itself (argument handling, execute, launch or graph update), the start of the copies back
   step_sync            dispatch and read, one after the other
-  step_ahead           one step ahead, as the engine runs: the device's own time where the host hides behind it
+  step_ahead           one step ahead, as the engine runs: the device's own time where the host hides behind it;
+                       ahead_put, ahead_call, ahead_copy and ahead_wait are the parts of that loop
   call_behind          the compiled call while the device still runs the step before
   call_flood_max       the slowest call of 32 dispatched without reading: back-pressure shows here
 
@@ -146,7 +147,7 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
         parts["call_behind"].append(time.perf_counter() - t0)
         jax.block_until_ready((first, second))
     out = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
-    out["step_ahead"] = round(ahead(runner, batch) * 1e6, 1)
+    out |= ahead(runner, batch, step)
     floods = []
     for _ in range(32):
         t0 = time.perf_counter()
@@ -178,18 +179,31 @@ def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
         runner.dispatch(Batch(bucket, vector)).result()
 
 
-def ahead(runner: Any, batch: Any) -> float:
-    """Seconds a step when the next one is always dispatched before the last one is read."""
+def ahead(runner: Any, batch: Any, step: Any) -> dict[str, float]:
+    """One step ahead, as the engine runs: the whole step, and the median of each part of the loop in it."""
+    from jaxserve.runtime.runner import Pending
+
+    parts: dict[str, list[float]] = {name: [] for name in ("ahead_put", "ahead_call", "ahead_copy", "ahead_wait")}
     pending = runner.dispatch(batch)
     count = 2 * REPEATS
     start_s = time.perf_counter()
     for _ in range(count):
-        following = runner.dispatch(batch)
+        t0 = time.perf_counter()
+        put = runner._put(batch.vector)
+        t1 = time.perf_counter()
+        runner.state, result = step(runner.leaves, runner.state, put)
+        t2 = time.perf_counter()
+        following = Pending(result, with_logprobs=False)
+        t3 = time.perf_counter()
         pending.result()
+        t4 = time.perf_counter()
+        for name, span in zip(parts, (t1 - t0, t2 - t1, t3 - t2, t4 - t3), strict=True):
+            parts[name].append(span)
         pending = following
     span_s = time.perf_counter() - start_s
     pending.result()
-    return span_s / count
+    out = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+    return {"step_ahead": round(span_s / count * 1e6, 1)} | out
 
 
 if __name__ == "__main__":

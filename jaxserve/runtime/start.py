@@ -249,11 +249,14 @@ def size_pool(
 
 
 def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
-    """A first guess of the largest program's temporaries: logits in a few copies, and the widest activations."""
+    """A generous guess of the largest program's temporaries: logits in a few copies, and the widest activations.
+
+    One that is too low costs a second compilation, one that is too high some pages.
+    """
     tokens, rows = config.schedule.max_num_batched_tokens, config.schedule.max_num_seqs
     logits_bytes = 4 * spec.vocab_size * 4 * max(rows, 256)
     widest = max(2 * spec.mlp_width, 4 * spec.attention.num_heads * spec.attention.head_dim)
-    return logits_bytes + tokens * widest * 2 * 4 + (256 << 20)
+    return logits_bytes + tokens * widest * 2 * 6 + (256 << 20)
 
 
 def device_memory(device: jax.Device) -> tuple[int, int]:
