@@ -28,3 +28,8 @@ def default_compile_cache() -> str:
     """The folder that compiled programs are kept in unless a flag names another."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return str(Path(base) / "jaxserve" / "compiled")
+
+
+def reserves_memory() -> bool:
+    """Whether JAX takes its whole share of the GPU's memory at its first allocation."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")

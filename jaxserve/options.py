@@ -26,7 +26,6 @@ class EngineOptions(TypedDict, total=False):
     cache_memory_gb: float | None  # size of the cache; None: from the memory that is free
     gpu_memory_utilization: float
     device: str  # auto, cpu, cuda
-    tensor_parallel_size: int
     attention: str  # a forced kernel implementation; see `jaxserve explain`
     compile_cache_dir: str  # "": none
 
@@ -46,7 +45,6 @@ PLACES: dict[str, tuple[str, str]] = {
     "cache_memory_gb": ("cache", "cache_memory_bytes"),
     "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
     "device": ("runtime", "device"),
-    "tensor_parallel_size": ("runtime", "tensor_parallel_size"),
     "attention": ("runtime", "attention"),
     "compile_cache_dir": ("runtime", "compile_cache_dir"),
     "host": ("server", "host"),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve import environment
 from jaxserve.batch import Bucket, Layout, Program, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
@@ -39,6 +40,8 @@ from jaxserve.runtime.weights import Load, load_weights, random_weights
 from pallas_kernels.device import device_of
 
 log = logging.getLogger("jaxserve.start")
+
+LEAST_RESERVED = 0.97  # of the share that was asked for
 
 Progress = Callable[[str], None]  # one line for a person who waits
 
@@ -91,7 +94,7 @@ def start_runner(
     mesh = make_mesh(devices, config.runtime.tensor_parallel_size)
     dtype = jnp.dtype(config.model.dtype)
     split = split_decoder(spec, dtype, mesh)
-    free_before_bytes = device_memory(devices[0])[0]
+    free_before_bytes = device_memory(devices[0])
     check_weights_fit(split, free_before_bytes, config)
     lap("devices")
     progress("loading weights" if load else "making random weights")
@@ -240,7 +243,7 @@ def size_pool(
     """Pages for this much workspace. On the CPU what is free counts after the weights, which share the memory."""
     device = mesh.devices.flat[0]
     if config.runtime.device == "cpu":
-        share_bytes = min(int(device_memory(device)[0] * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
+        share_bytes = min(int(device_memory(device) * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
         return pool_pages(request, share_bytes, 0, 0)
     weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in split.leaves) // mesh.devices.size
     probe = state_shapes(spec, make_shape(config, pages_per_sequence(request), spec.vocab_size), jnp.float32, mesh)
@@ -259,12 +262,29 @@ def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
     return logits_bytes + tokens * widest * 2 * 6 + (256 << 20)
 
 
-def device_memory(device: jax.Device) -> tuple[int, int]:
-    """(bytes that may be used, bytes in use): the allocator's figures on a GPU, the host's free memory on the CPU."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats:
-        return stats["bytes_limit"], stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+def device_memory(device: jax.Device) -> int:
+    """Bytes that may be used: the allocator's share on a GPU, the host's free memory on the CPU.
+
+    Raises DeviceError where another process holds part of the share: then the allocator could not reserve it, and would
+    run out later.
+    """
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    jax.device_put(np.zeros(1), device).block_until_ready()  # the first allocation reserves the share
+    return reserved_bytes(device.memory_stats() or {}, environment.reserves_memory())
+
+
+def reserved_bytes(stats: dict[str, int], reserves: bool) -> int:
+    """The allocator's limit, if it got it (see `device_memory`)."""
+    limit_bytes = stats["bytes_limit"]
+    got_bytes = stats.get("pool_bytes", limit_bytes) if reserves else limit_bytes
+    if got_bytes < LEAST_RESERVED * limit_bytes:
+        raise DeviceError(
+            f"--gpu-memory-utilization asks for {limit_bytes / 1e9:.1f} GB of the GPU's memory and only "
+            f"{got_bytes / 1e9:.1f} GB could be reserved: another process holds the rest; "
+            "lower the share, or end the other process"
+        )
+    return limit_bytes
 
 
 def lower_step(

@@ -19,6 +19,7 @@ from jaxserve.models.decoder import split_decoder
 from jaxserve.models.families import model_spec
 from jaxserve.runtime.compile import CompileCounter, drop_damaged_entries, use_compile_cache
 from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
+from jaxserve.runtime.start import reserved_bytes
 from jaxserve.runtime.weights import load_weights, random_weights
 from tests.fakes.tiny import CONFIG, TinyServer
 
@@ -38,6 +39,13 @@ def test_pool_errors_give_the_sum() -> None:
         pool_pages(REQUEST, 10_000, 4_500, 0)
     with pytest.raises(ConfigError, match="--cache-memory-gb: got 0.000, allowed: at least"):
         pool_pages(replace(REQUEST, cache_memory_bytes=10), 0, 0, 0)
+
+
+def test_b143_a_share_that_could_not_be_reserved_is_refused() -> None:
+    assert reserved_bytes({"bytes_limit": 100, "pool_bytes": 100}, True) == 100
+    assert reserved_bytes({"bytes_limit": 100, "pool_bytes": 5}, False) == 100  # grows on demand
+    with pytest.raises(DeviceError, match=r"asks for 100\.0 GB .* only 60\.0 GB could be reserved: another process"):
+        reserved_bytes({"bytes_limit": 100 * 10**9, "pool_bytes": 60 * 10**9}, True)
 
 
 def test_b141_no_step_copies_a_cache_and_all_state_is_donated(tiny: TinyServer) -> None:
