@@ -145,7 +145,10 @@ def main() -> int:
     config, address, authkey, log_level = pickle.load(sys.stdin.buffer)
     form = "%(asctime)s %(name)s %(message)s"
     logging.basicConfig(level=log_level, format=form, datefmt="%H:%M:%S", force=True)  # absl has set a handler already
-    link = EngineSide(address, authkey)
+    try:
+        link = EngineSide(address, authkey)
+    except OSError:
+        return 1  # the front has gone already, and has said why
     stop = threading.Event()
     try:
         parts = build_engine(config, link.emit, link.progress)

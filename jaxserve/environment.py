@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 XLA_FLAGS: tuple[str, ...] = ()  # measured ones only; see jaxserve/runtime/NOTES.md
@@ -13,10 +12,8 @@ def prepare(device: str, gpu_memory_utilization: float) -> None:
     """Set up this process, and those it starts, for JAX on `device` (auto, cpu or cuda).
 
     The allocator takes its share of the GPU at once, so that a second server on the same GPU fails here and not later.
-    Does nothing once JAX is imported: then the settings that it was started with hold.
+    JAX reads all this when it first looks for devices; once it has, the settings that it was started with hold.
     """
-    if "jax" in sys.modules:
-        return
     if device != "auto":
         os.environ["JAX_PLATFORMS"] = device
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{gpu_memory_utilization:.3f}")

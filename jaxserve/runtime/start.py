@@ -62,6 +62,8 @@ class Started:
 def devices_for(config: Config) -> list[jax.Device]:
     """The devices of the configured platform. Raises DeviceError where JAX has none."""
     wanted = config.runtime.device
+    if wanted != "auto":
+        jax.config.update("jax_platforms", wanted)  # the environment's value is read when JAX is imported
     try:
         return jax.devices() if wanted == "auto" else jax.devices("gpu" if wanted == "cuda" else wanted)
     except RuntimeError as error:

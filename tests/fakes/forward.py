@@ -38,7 +38,8 @@ class PagedForward:
     def logits(self, tokens: Sequence[int], chunk_tokens: int | None = None) -> np.ndarray:
         """float32 [tokens, V]; the cache is full of NaN to begin with."""
         shapes = self.spec.attention.cache_shapes(self.num_pages, PAGE_TOKENS)
-        caches = [tuple(jnp.full(shape, jnp.nan) for shape in shapes)] * self.spec.num_layers
+        dtype = self.leaves[0].dtype
+        caches = [tuple(jnp.full(shape, jnp.nan, dtype) for shape in shapes)] * self.spec.num_layers
         step = chunk_tokens or self.width
         out = []
         for first in range(0, len(tokens), step):

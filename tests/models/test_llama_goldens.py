@@ -24,11 +24,11 @@ WIDTH = 48
 LIMIT = 1e-4  # max |a - b| / max |b| over a position
 
 
-def forward_of(model_dir: Path) -> PagedForward:
+def forward_of(model_dir: Path, dtype: str = "float32") -> PagedForward:
     """The model as the runtime loads it."""
     source = open_model(model_dir)
     spec = model_spec(source.config)
-    split = split_decoder(spec, jnp.dtype("float32"), make_mesh(jax.devices()))
+    split = split_decoder(spec, jnp.dtype(dtype), make_mesh(jax.devices()))
     return PagedForward(split, spec, load_weights(split, source.load), WIDTH)
 
 
@@ -40,6 +40,14 @@ def test_logits_equal_transformers_at_every_position(name: str) -> None:
         got = forward.logits(ids, chunk_tokens)[:, : want.shape[1]]
         error = np.abs(got - want).max(-1) / np.abs(want).max(-1)
         assert error.max() < LIMIT, f"position {error.argmax()}: {error.max():.2e}"
+
+
+def test_bfloat16_stays_near_float32() -> None:
+    reference = np.load(GOLDENS / "gqa-llama3-tied" / "reference.npz")
+    got = forward_of(GOLDENS / "gqa-llama3-tied", "bfloat16").logits(reference["ids_0"], 7)
+    want = reference["logits_0"]
+    error = np.abs(got[:, : want.shape[1]] - want).max(-1) / np.abs(want).max(-1)
+    assert LIMIT < np.median(error) < 0.03 and error.max() < 0.1  # rounded to 8 bits, and not worse
 
 
 def test_the_comparison_sees_another_model() -> None:
