@@ -6,6 +6,7 @@ For each batch size it reports, in microseconds a step (medians):
   step_sync            dispatch and read, one after the other
   step_ahead           one step ahead, as the engine runs: the device's own time where the host hides behind it;
                        ahead_put, ahead_call, ahead_copy and ahead_wait are the parts of that loop
+  call_numpy           the call with the batch as a numpy argument, in place of put and call
   call_behind          the compiled call while the device still runs the step before
   call_flood_max       the slowest call of 32 dispatched without reading: back-pressure shows here
 
@@ -140,6 +141,12 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
         t4 = time.perf_counter()
         for name, span in zip(parts, (t1 - t0, t2 - t1, t3 - t2, t4 - t0), strict=False):
             parts[name].append(span)
+    parts["call_numpy"] = []
+    for _ in range(REPEATS):
+        t0 = time.perf_counter()
+        runner.state, result = step(runner.leaves, runner.state, vector)
+        parts["call_numpy"].append(time.perf_counter() - t0)
+        jax.block_until_ready(result)
     for _ in range(REPEATS):
         first = call()
         t0 = time.perf_counter()
