@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     level = getattr(logging, args.log_level.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for name in ("absl", "jax"):  # orbax tells of every load, JAX of every back end that it does not find
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
     environment.prepare(args.device, args.gpu_memory_utilization)
     try:
         return run(args)

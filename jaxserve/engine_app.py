@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 
@@ -145,6 +147,8 @@ def main() -> int:
     config, address, authkey, log_level = pickle.load(sys.stdin.buffer)
     form = "%(asctime)s %(name)s %(message)s"
     logging.basicConfig(level=log_level, format=form, datefmt="%H:%M:%S", force=True)  # absl has set a handler already
+    for name in ("absl", "jax"):  # orbax tells of every load, JAX of every back end that it does not find
+        logging.getLogger(name).setLevel(max(log_level, logging.WARNING))
     try:
         link = EngineSide(address, authkey)
     except OSError:
@@ -167,5 +171,12 @@ def main() -> int:
     return 0
 
 
+def end_process(code: int) -> NoReturn:
+    """Leave at once: threads of XLA and TensorStore that still run would end an orderly exit with an abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

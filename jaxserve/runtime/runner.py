@@ -32,7 +32,7 @@ from jaxserve.runtime.step import Out, StepOptions
 
 log = logging.getLogger("jaxserve.runner")
 
-WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second run and settles on the third
+GPU_WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second run and settles on the third
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ class StepRunner:
     def warm_up(self) -> float:
         """Run every program with padding through the real path until XLA has settled; returns seconds taken."""
         start_s = time.perf_counter()
-        for _ in range(WARM_ROUNDS):
+        on_cpu = next(iter(self.leaves[0].devices())).platform == "cpu"
+        for _ in range(1 if on_cpu else GPU_WARM_ROUNDS):
             self._set_slots(
                 self.programs.install_plain(self.state.slots, self._put(plain_rows([], self.shape.num_slots)))
             )
