@@ -109,42 +109,64 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     import numpy as np
 
     from jaxserve.batch import FLAG_RANDOM, Batch, Layout
-    from jaxserve.runtime.runner import Pending
 
     layout = Layout(bucket, shape)
     vector = layout.empty()
     views = layout.views(vector)
     views["flags"][:] = FLAG_RANDOM
-    rows = np.arange(bucket.rows)
-    views["slot"][:] = rows
+    views["slot"][:] = np.arange(bucket.rows)
     views["position"][:] = args.context
     fill_tables(runner, shape, bucket, args.context)
     batch = Batch(bucket, vector)
     step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
-    parts: dict[str, list[float]] = {name: [] for name in ("put", "call", "copy", "step_sync", "call_behind")}
 
-    def call() -> Any:
-        runner.state, result = step(runner.leaves, runner.state, runner._put(vector))
+    def call(argument: Any = None) -> Any:
+        runner.state, result = step(runner.leaves, runner.state, runner._put(vector) if argument is None else argument)
         return result
 
     for _ in range(5):
         jax.block_until_ready(call())
+    out = idle_parts(runner, vector, call) | busy_calls(vector, call) | ahead(runner, batch, step)
+    if args.trace:
+        with jax.profiler.trace(str(args.trace / f"decode_{bucket.rows}")):
+            for _ in range(10):
+                jax.block_until_ready(call())
+    return out
+
+
+def medians(parts: dict[str, list[float]]) -> dict[str, float]:
+    """Seconds to the median in microseconds."""
+    return {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
+
+
+def idle_parts(runner: Any, vector: Any, call: Any) -> dict[str, float]:
+    """put, call, copy and the whole step, each dispatch with the device idle."""
+    from jaxserve.runtime.runner import Pending
+
+    parts: dict[str, list[float]] = {name: [] for name in ("put", "call", "copy", "step_sync")}
     for _ in range(REPEATS):
         t0 = time.perf_counter()
         put = runner._put(vector)
         t1 = time.perf_counter()
-        runner.state, result = step(runner.leaves, runner.state, put)
+        result = call(put)
         t2 = time.perf_counter()
         pending = Pending(result, with_logprobs=False)
         t3 = time.perf_counter()
         pending.result()
         t4 = time.perf_counter()
-        for name, span in zip(parts, (t1 - t0, t2 - t1, t3 - t2, t4 - t0), strict=False):
+        for name, span in zip(parts, (t1 - t0, t2 - t1, t3 - t2, t4 - t0), strict=True):
             parts[name].append(span)
-    parts["call_numpy"] = []
+    return medians(parts)
+
+
+def busy_calls(vector: Any, call: Any) -> dict[str, float]:
+    """The call with a numpy batch, behind a running step, and many times without reading."""
+    import jax
+
+    parts: dict[str, list[float]] = {"call_numpy": [], "call_behind": []}
     for _ in range(REPEATS):
         t0 = time.perf_counter()
-        runner.state, result = step(runner.leaves, runner.state, vector)
+        result = call(vector)
         parts["call_numpy"].append(time.perf_counter() - t0)
         jax.block_until_ready(result)
     for _ in range(REPEATS):
@@ -153,21 +175,14 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
         second = call()
         parts["call_behind"].append(time.perf_counter() - t0)
         jax.block_until_ready((first, second))
-    out = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
-    out |= ahead(runner, batch, step)
     floods = []
     for _ in range(32):
         t0 = time.perf_counter()
         result = call()
         floods.append(time.perf_counter() - t0)
     jax.block_until_ready(result)
-    out["call_flood_first"], out["call_flood_max"] = round(floods[0] * 1e6, 1), round(max(floods) * 1e6, 1)
-    out["call_flood_median"] = round(statistics.median(floods) * 1e6, 1)
-    if args.trace:
-        with jax.profiler.trace(str(args.trace / f"decode_{bucket.rows}")):
-            for _ in range(10):
-                jax.block_until_ready(call())
-    return out
+    flood = {"call_flood_first": [floods[0]], "call_flood_max": [max(floods)], "call_flood_median": floods}
+    return medians(parts | flood)
 
 
 def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
@@ -209,8 +224,7 @@ def ahead(runner: Any, batch: Any, step: Any) -> dict[str, float]:
         pending = following
     span_s = time.perf_counter() - start_s
     pending.result()
-    out = {name: round(statistics.median(values) * 1e6, 1) for name, values in parts.items()}
-    return {"step_ahead": round(span_s / count * 1e6, 1)} | out
+    return {"step_ahead": round(span_s / count * 1e6, 1)} | medians(parts)
 
 
 if __name__ == "__main__":
