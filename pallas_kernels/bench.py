@@ -38,9 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="*", help="ops or case ids; all ops where nothing is named")
     parser.add_argument("--json", type=Path, help="write the records here, by case id")
-    parser.add_argument("--variants", action="store_true", help="time every tuning and the XLA form too")
+    parser.add_argument(
+        "--variants", nargs="*", metavar="PART", help="time other tunings and forms too: all, or whose names hold PART"
+    )
+    parser.add_argument("--no-graphs", action="store_true", help="launch each kernel, as if XLA made no graphs")
     parser.add_argument("--profile", action="store_true", help="time each kernel of a call, too")
-    parser.add_argument("--check", action="store_true", help="run the correctness cases first")
+    parser.add_argument("--loops", type=int, default=1, help="run a program's calls so often in a loop on the device")
+    parser.add_argument(
+        "--check", nargs="*", metavar="PART", help="run the correctness cases first: all, or whose labels hold PART"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     options = parser.parse_args(arguments)
     device = device_of(jax.devices()[0])
@@ -50,14 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = time.monotonic() + options.seconds
     failures = 0
     ops, cases = _wanted(options.what)
-    if options.check:
-        failures += sum(_check(op, device) for op in ops)
+    if options.check is not None:
+        failures += sum(_check(op, device, options.check) for op in ops)
     records: dict[str, Any] = {}
     for case_id in cases:
         if time.monotonic() > deadline:
             print(f"{case_id}: left out, {options.seconds:.0f} s are over")
             continue
-        record, failed = _case(case_id, device, options.variants, options.profile)
+        record, failed = _case(case_id, device, options)
         failures += failed
         if record:
             records[case_id] = record | about
@@ -73,10 +79,12 @@ def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
     return ops, exact + [case_id for case_id in cases if not what or case_id.split()[0] in what]
 
 
-def _check(op: str, device: Device) -> int:
+def _check(op: str, device: Device, parts: list[str]) -> int:
     """Number of correctness cases that are wrong, or differ between runs."""
     wrong = 0
     for label, run in CHECKS[op].checks(device):
+        if parts and not any(part in label for part in parts):
+            continue
         try:
             results = [run() for _ in range(5)]
             moves = any(not np.array_equal(results[0][0], other, equal_nan=True) for other, _ in results[1:])
@@ -94,13 +102,13 @@ def _check(op: str, device: Device) -> int:
     return wrong
 
 
-def _case(case_id: str, device: Device, every: bool, profile: bool) -> tuple[dict[str, Any], int]:
+def _case(case_id: str, device: Device, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """The record of a case, its first variant's figures on top, and the number of variants that failed."""
     op = OPS[case_id.split()[0]]
     try:
         problem = op.build(case_id, device)
         expected = np.asarray(problem.reference(), np.float32)
-        variants = op.variants(problem, device, every)
+        variants = _chosen(op.variants(problem, device, options.variants is not None), options.variants)
     except Exception as error:
         print(f"{case_id}: {_brief(error)}", flush=True)
         return {}, 1
@@ -109,25 +117,33 @@ def _case(case_id: str, device: Device, every: bool, profile: bool) -> tuple[dic
     failed = 0
     for name, step in variants.items():
         try:
-            figures = _measure(step, problem, expected)
+            chain = timing.chain(step, problem, graphs=not options.no_graphs, loops=options.loops)
+            figures = _measure(chain, problem, expected)
         except Exception as error:
             failed += 1
             print(f"{case_id:32s} {name:32s} FAILED {_brief(error)}", flush=True)
             continue
-        if profile and name == next(iter(variants)):
-            figures["kernels_us"] = _profile(step, problem)
+        if options.profile and name == next(iter(variants)):
+            figures["kernels_us"] = _profile(chain)
         print(_line(case_id, name, figures, rival), flush=True)
         record = record or figures | {"variant": name, "rival_us": rival.get("us"), "rival": rival.get("name")}
         record.setdefault("variants", {})[name] = figures["us"]
     return record, failed
 
 
-def _measure(step: timing.Step, problem: timing.Problem, expected: np.ndarray) -> dict[str, Any]:
-    timed = timing.time_calls(step, problem)
+def _chosen(variants: dict[str, timing.Step], parts: list[str] | None) -> dict[str, timing.Step]:
+    """The first variant, and those whose names hold one of `parts`; all where none is named."""
+    names = [name for i, name in enumerate(variants) if i == 0 or not parts or any(part in name for part in parts)]
+    return {name: variants[name] for name in names}
+
+
+def _measure(chain: timing.Chain, problem: timing.Problem, expected: np.ndarray) -> dict[str, Any]:
+    timed = timing.time_chain(chain)
     found = difference(timed.first, expected)
     return {
         "us": round(timed.median_us, 2),
         "best_us": round(timed.best_us, 2),
+        "host_us": round(timed.host_us, 2),
         "GBps": round(problem.least_bytes / timed.median_us / 1e3, 1),
         "TFLOPs": round(problem.operations / timed.median_us / 1e6, 1),
         "of_limit": round(problem.limit_us / timed.median_us, 3),
@@ -136,9 +152,9 @@ def _measure(step: timing.Step, problem: timing.Problem, expected: np.ndarray) -
     }
 
 
-def _profile(step: timing.Step, problem: timing.Problem) -> dict[str, float] | str:
+def _profile(chain: timing.Chain) -> dict[str, float] | str:
     try:
-        totals = timing.kernels_us(step, problem)
+        totals = timing.kernels_us(chain)
     except Exception as error:
         return _brief(error)
     return {name: round(us, 2) for name, us in sorted(totals.items(), key=lambda item: -item[1])[:6]}
@@ -147,9 +163,9 @@ def _profile(step: timing.Step, problem: timing.Problem) -> dict[str, float] | s
 def _line(case_id: str, name: str, figures: dict[str, Any], rival: dict[str, Any]) -> str:
     against = f"rival {rival['us']:.1f} us, ratio {figures['us'] / rival['us']:.3f}" if rival else ""
     line = (
-        f"{case_id:32s} {name:32s} {figures['us']:9.2f} us (best {figures['best_us']:.2f}) {figures['GBps']:7.1f} GB/s "
-        f"{figures['TFLOPs']:6.1f} TFLOP/s {figures['of_limit']:.2f} of limit, error {figures['error']:.1e} "
-        f"bad {figures['bad']} {against}"
+        f"{case_id:32s} {name:32s} {figures['us']:9.2f} us (best {figures['best_us']:.2f}, host "
+        f"{figures['host_us']:.1f}) {figures['GBps']:7.1f} GB/s {figures['TFLOPs']:6.1f} TFLOP/s "
+        f"{figures['of_limit']:.2f} of limit, error {figures['error']:.1e} bad {figures['bad']} {against}"
     )
     return line + (f"\n    {figures['kernels_us']}" if "kernels_us" in figures else "")
 

@@ -1,10 +1,11 @@
 """Times an op on a device without its dispatch: takes a problem from an op's benchmark, gives microseconds a call.
 
 Method: one jitted program holds many calls in a row, each fed with the output of the one before (so that none can
-overlap or be dropped) and with the next of several sets of buffers, together larger than the L2 cache. The program is
-dispatched several times without waiting in between, which XLA replays as a graph from the second run on; time over
-calls, the median of several rounds. What is made once a step and shared by all calls (a work list) is in the program
-once. The gap between two programs is in the figure: a few microseconds over all calls of one.
+overlap or be dropped) and with the next of several sets of buffers, together larger than the L2 cache. What is made
+once a step and shared by all calls (a work list) is in the program once. XLA replays a program as a graph from its
+second run on. A round times one run and then several, dispatched without waiting in between: the difference over the
+calls of the further runs is the figure, so that neither the first dispatch nor the last wait is in it. The host's own
+share is given too: where it reaches the figure, the host is what was timed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ import numpy as np
 
 L2_BYTES = 60 << 20
 _ROTATED_BYTES = 4 * L2_BYTES
-_ROUND_S = 0.02
-_ROUNDS = 9
+_ROUND_S = 0.03
+_ROUNDS = 7
+_CHAIN_US = 6000  # of a program's calls at the limit
+# XLA makes a graph of this many kernels and more: so many are in no program.
+_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,61 +62,99 @@ def sets_needed(bytes_a_call: int) -> int:
     return max(1, min(64, -(-_ROTATED_BYTES // bytes_a_call)))
 
 
-def chain(step: Step, problem: Problem, calls: int) -> Callable[[], tuple[jax.Array, jax.Array]]:
-    """A compiled program of that many calls, ready to run; it gives the results of the last call and of the first."""
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A compiled program of many calls in a row; run gives the results of the last call and of the first."""
+
+    run: Callable[[], tuple[jax.Array, jax.Array]]
+    calls: int
+
+
+def chain(step: Step, problem: Problem, *, graphs: bool = True, loops: int = 1) -> Chain:
+    """Compiles a program of as many calls as make some milliseconds.
+
+    loops: above 1 the calls are the body of a loop on the device that runs so often. Buffers then stay where they are,
+    so that a graph need not be updated: for calls that take less time than their dispatch.
+    """
+    calls = int(max(2, min(48, _CHAIN_US / problem.limit_us)))
 
     def program(first: jax.Array, shared: tuple[jax.Array, ...], sets: Any) -> tuple[jax.Array, jax.Array]:
+        def body(_: Any, fed: jax.Array) -> jax.Array:
+            for index in range(calls):
+                fed = step(fed, shared, sets[index % len(sets)])
+            return fed
+
+        if loops > 1:
+            result = step(first, shared, sets[0])
+            return jax.lax.fori_loop(0, loops, body, result), result
         results = [first]
         for index in range(calls):
             results.append(step(results[-1], shared, sets[index % len(sets)]))
         return results[-1], results[1]
 
-    compiled = jax.jit(program).lower(problem.first, problem.shared, tuple(problem.sets)).compile()
-    return lambda: compiled(problem.first, problem.shared, tuple(problem.sets))
+    arguments = (problem.first, problem.shared, tuple(problem.sets))
+    compiled = jax.jit(program).lower(*arguments).compile(compiler_options=None if graphs else _NO_GRAPHS)
+    return Chain(lambda: compiled(*arguments), calls * loops + (loops > 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Microseconds a call, median and lowest of the rounds, and what the first call gave."""
+    """Microseconds a call: median and lowest of the rounds, and what the host needs to dispatch it."""
 
     median_us: float
     best_us: float
-    first: np.ndarray  # fp32
+    host_us: float
+    first: np.ndarray  # what the first call gave, fp32
 
 
-def time_calls(step: Step, problem: Problem) -> Timed:
-    """Compiles, warms up and times a chain of calls."""
-    calls = int(max(2, min(48, 8000 / problem.limit_us)))
-    run = chain(step, problem, calls)
+def time_chain(timed: Chain) -> Timed:
+    """Warms up and times a chain of calls."""
     for _ in range(4):  # the second run records the graph, the later ones settle addresses
-        _, first = jax.block_until_ready(run())
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    runs = max(2, min(100, int(_ROUND_S / (time.perf_counter() - start))))
-    rounds = []
+        _, first = jax.block_until_ready(timed.run())
+    once_s, _ = _timed_s(timed, 1)
+    runs = max(2, min(100, int(_ROUND_S / once_s)))
+    rounds, hosts = [], []
     for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        for _ in range(runs):
-            last = run()
-        jax.block_until_ready(last)
-        rounds.append((time.perf_counter() - start) * 1e6 / (runs * calls))
-    return Timed(statistics.median(rounds), min(rounds), np.asarray(first, np.float32))
+        once_s, _ = _timed_s(timed, 1)
+        all_s, host_s = _timed_s(timed, 1 + runs)
+        rounds.append((all_s - once_s) * 1e6 / (runs * timed.calls))
+        hosts.append(host_s * 1e6 / ((1 + runs) * timed.calls))
+    return Timed(statistics.median(rounds), min(rounds), statistics.median(hosts), np.asarray(first, np.float32))
 
 
-def kernels_us(step: Step, problem: Problem, calls: int = 4) -> dict[str, float]:
-    """Mean device time of each kernel of a call, by name, read from a profile (which runs without graphs)."""
-    run = chain(step, problem, calls)
-    jax.block_until_ready(run())
+def _timed_s(timed: Chain, runs: int) -> tuple[float, float]:
+    """Seconds until all is done, and until all is dispatched."""
+    start = time.perf_counter()
+    for _ in range(runs):
+        last = timed.run()
+    dispatched = time.perf_counter()
+    jax.block_until_ready(last)
+    return time.perf_counter() - start, dispatched - start
+
+
+def kernels_us(profiled: Chain) -> dict[str, float]:
+    """Mean device time of each kernel of a call, by name, from a profile, which runs without graphs.
+
+    "(between kernels)" is what the device idled in it, a call: the host may be the reason.
+    """
+    jax.block_until_ready(profiled.run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(run())
+            jax.block_until_ready(profiled.run())
         [path] = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(path))
-        totals: dict[str, float] = collections.defaultdict(float)
-        for plane in profile.planes:
-            if "/device:GPU" in plane.name:
-                for line in plane.lines:
-                    if line.name.startswith("Stream"):
-                        for event in line.events:
-                            totals[event.name] += event.duration_ns / 1000 / calls
+        events = [
+            (event.start_ns, event.duration_ns, event.name)
+            for plane in profile.planes
+            if "/device:GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    totals: dict[str, float] = collections.defaultdict(float)
+    for _, duration_ns, name in events:
+        totals[name] += duration_ns / 1000 / profiled.calls
+    if events:
+        span_ns = max(start + duration for start, duration, _ in events) - min(start for start, _, _ in events)
+        totals["(between kernels)"] = span_ns / 1000 / profiled.calls - sum(totals.values())
     return dict(totals)

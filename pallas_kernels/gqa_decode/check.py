@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -21,12 +22,12 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
     for group in (1, 3, 4, 8, 16):
         for head_dim in (64, 128):
             case = DecodeCase(f"g{group} e{head_dim}", LENGTHS, 2, group, head_dim, mosaic_gpu.PAGE_TOKENS, "bfloat16")
-            yield case.name, _runner(case, device)
+            yield case.name, _runner(case, device, mosaic_gpu.tuning_for(head_dim))
     many = tuple(int(n) for n in np.random.default_rng(5).integers(0, 600, 60))
-    yield (
-        "60 rows, 8 kv heads",
-        _runner(DecodeCase("many", many, 8, 4, 128, mosaic_gpu.PAGE_TOKENS, "bfloat16"), device),
-    )
+    case = DecodeCase("60 rows, 8 kv heads", many, 8, 4, 128, mosaic_gpu.PAGE_TOKENS, "bfloat16")
+    tuning = mosaic_gpu.tuning_for(128)
+    yield case.name, _runner(case, device, tuning)
+    yield f"{case.name}, early merge", _runner(case, device, replace(tuning, early_merge=True))
 
 
 def passes(found: Difference) -> bool:
@@ -35,8 +36,8 @@ def passes(found: Difference) -> bool:
     return found.norm <= norm and found.element <= element and not found.bad
 
 
-def _runner(case: DecodeCase, device: Device) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+def _runner(case: DecodeCase, device: Device, tuning: mosaic_gpu.Tuning) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
     inputs = make_inputs(case, seed=0)
     expected = dense(*inputs, scale=case.scale)
-    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device))
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, tuning=tuning))
     return lambda: (np.asarray(call(*inputs), np.float32), expected)

@@ -37,8 +37,9 @@ class Tuning:
 
     parts: int = 264  # CTAs, two for each of 132 SMs
     stages: int = 3  # pages in flight a CTA
-    min_pages: int = 2  # of a part
-    merge_unroll: int = 8  # items whose loads the merge kernel keeps in flight
+    min_pages: int = 4  # of a part
+    merge_widths: tuple[int, ...] = (16, 8, 2)  # items whose loads the merge keeps in flight, by how many are left
+    early_merge: bool = False  # the merge is launched while the first kernel ends (programmatic dependent launch)
 
 
 def decode(
@@ -67,6 +68,7 @@ def decode(
         "head_dim": head_dim,
         "stages": stages,
         "scale": scale * math.log2(math.e),
+        "early_merge": tuning.early_merge and interpret is None,
         # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers.
         "carried": interpret is None,
     }
@@ -153,6 +155,8 @@ def _copy(r: SimpleNamespace) -> None:
         lax.fori_loop(start, end, page, r.table_BM[row, start])
 
     items, pages = _for_each_item(r, visit)
+    if r.early_merge:
+        plgpu.griddepcontrol_launch_dependents()
 
     # Every completion of a barrier must have been waited for when a kernel ends.
     @pl.loop(jnp.maximum(pages - r.stages, 0), pages)
@@ -279,9 +283,12 @@ def _merge(
         rows = pl.ds(lax.axis_index("block") * _MERGE_ROWS, _MERGE_ROWS)
         first, count = first_item_A[part], items_A[part]
 
-        def group(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if tuning.early_merge and interpret is None:
+            plgpu.griddepcontrol_wait()
+
+        def group(width: int, start: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = state
-            places = [index * tuning.merge_unroll + i for i in range(tuning.merge_unroll)]
+            places = [start + i for i in range(width)]
             # Past the last item its own result is read again, and then weighs nothing.
             read = [first + jnp.minimum(place, count - 1) for place in places]
             values = [plgpu.load(part_ref.at[i, rows], layout=_TILE, optimized=False) for i in read]
@@ -300,13 +307,24 @@ def _merge(
 
         @pl.when(count > 0)
         def _() -> None:
-            start = (
+            state = (
                 plgpu.layout_cast(jnp.zeros(tile, jnp.float32), _TILE),
                 plgpu.layout_cast(jnp.full((heads,), _NEVER, jnp.float32), _COLUMN),
                 plgpu.layout_cast(jnp.zeros((heads,), jnp.float32), _COLUMN),
             )
-            groups = lax.div(count + (tuning.merge_unroll - 1), jnp.int32(tuning.merge_unroll))
-            acc, _, total = lax.fori_loop(0, groups, group, start)
+            # Whole groups of the widest; then one group, as wide as what is left needs.
+            widths = tuning.merge_widths
+            done = lax.div(count, jnp.int32(widths[0])) * widths[0]
+            for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
+                left = count - done
+                groups = ((left > narrower) & (left <= width)).astype(jnp.int32)
+                base = done
+                if width == widths[0]:
+                    base, groups = jnp.int32(0), groups + lax.div(count, jnp.int32(width))
+                state = lax.fori_loop(
+                    0, groups, lambda i, state, base=base, width=width: group(width, base + i * width, state), state
+                )
+            acc, _, total = state
             acc = acc / lax.broadcast_in_dim(total, tile, [1])
             _store_heads(acc, stage_HE, out_ref.at[first_unit_A[part], :, rows])
 

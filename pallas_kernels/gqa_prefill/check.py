@@ -28,10 +28,10 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
 
 
 VARIANTS = {
-    "overlap": mosaic_gpu.Tuning(),
-    "plain": mosaic_gpu.Tuning(overlap=False),
-    "turns": mosaic_gpu.Tuning(overlap=False, turns=True),
-    "overlap 1 page": mosaic_gpu.Tuning(pages=1, stages=4),
+    "turns": mosaic_gpu.Tuning(),
+    "overlap": mosaic_gpu.Tuning(overlap=True),
+    "plain": mosaic_gpu.Tuning(turns=False),
+    "turns 1 page": mosaic_gpu.Tuning(pages=1, stages=4),
 }
 
 

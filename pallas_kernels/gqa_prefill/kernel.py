@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gqa_prefill.tiles import Tiles
+from pallas_kernels.gqa_prefill.tiles import Gaps, Tiles
 
 PAGE_TOKENS = 64
 ROWS = 64  # query rows of a warpgroup: wgmma's M
@@ -50,6 +50,7 @@ def prefill(
     v_PKE: jax.Array,
     table_RM: jax.Array,
     tiles: Tiles,
+    gaps: Gaps,
     *,
     kv_heads: int,
     scale: float,
@@ -58,7 +59,7 @@ def prefill(
 ) -> jax.Array:
     """[T, H, E] in q's dtype, zeros for rows of no chunk. k_PKE, v_PKE: page * N + head is the first axis."""
     _, heads, head_dim = q_THE.shape
-    slots = tiles.row_W.shape[0]
+    tile_ctas = tiles.row_W.shape[0] * heads
     block = tuning.pages * PAGE_TOKENS
     sizes = {
         "heads": heads,
@@ -71,12 +72,15 @@ def prefill(
     }
 
     def gqa_prefill_tile(*refs: Any, **scratch: Any) -> None:
-        names = (*Tiles._fields, "table_RM", "q_THE", "k_PKE", "v_PKE", "out_THE")
+        names = (*Tiles._fields, *Gaps._fields, "table_RM", "q_THE", "k_PKE", "v_PKE", "out_THE")
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         index = lax.axis_index("tile")
-        r.slot, r.head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
-        r.blocks = lax.div(r.keys_W[r.slot] + (block - 1), jnp.int32(block))
+        is_tile = index < tile_ctas
+        r.slot = lax.div(jnp.minimum(index, tile_ctas - 1), jnp.int32(heads))
+        r.head = lax.rem(index, jnp.int32(heads))
+        r.blocks = jnp.where(is_tile, lax.div(r.keys_W[r.slot] + (block - 1), jnp.int32(block)), 0)
         warpgroup = lax.axis_index("warpgroup")
+        pl.when(jnp.logical_not(is_tile) & (warpgroup == 0))(lambda: _zero_gaps(r, lax.axis_index("tile") - tile_ctas))
         pl.when((r.blocks > 0) & (warpgroup < _COPY))(lambda: _compute(r, warpgroup))
         pl.when((r.blocks > 0) & (warpgroup == _COPY))(lambda: _copy(r))
 
@@ -95,17 +99,37 @@ def prefill(
         scratch_types["p_2JL"] = plgpu.SMEM((2, ROWS, block), q_THE.dtype, transforms=_SWIZZLED)
     call = plgpu.kernel(
         gqa_prefill_tile,
+        out_type=jax.ShapeDtypeStruct(q_THE.shape, q_THE.dtype),
         scratch_types=scratch_types,
-        grid=(slots * heads,),
+        grid=(tile_ctas + gaps.rows_Z.shape[0],),
         grid_names=("tile",),
         num_threads=3,
         thread_name="warpgroup",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    out_ref = jax.new_ref(jnp.zeros_like(q_THE))
-    call(*tiles, table_RM, q_THE, k_PKE, v_PKE, out_ref)
-    return jax.freeze(out_ref)
+    return call(*tiles, *gaps, table_RM, q_THE, k_PKE, v_PKE)
+
+
+def _zero_gaps(r: SimpleNamespace, block: jax.Array) -> None:
+    """Zeroes the rows of no chunk of a block of TILE_TOKENS packed rows. Most blocks have none."""
+
+    @pl.when(r.rows_Z[block] > 0)
+    def _() -> None:
+        zeros = jnp.zeros((ROWS, r.head_dim), r.o_2JE.dtype)
+        r.o_2JE.at[0][...] = plgpu.layout_cast(zeros, _TILE)
+        plgpu.commit_smem()
+        first = block * TILE_TOKENS
+        width = max(n for n in range(1, min(r.heads, ROWS) + 1) if r.heads % n == 0)
+
+        @pl.loop(first, jnp.minimum(first + TILE_TOKENS, r.out_THE.shape[0]))
+        def _(row: jax.Array) -> None:
+            @pl.when(r.owned_T[row] == 0)
+            def _() -> None:
+                for head in range(0, r.heads, width):
+                    plgpu.copy_smem_to_gmem(r.o_2JE.at[0, pl.ds(0, width)], r.out_THE.at[row, pl.ds(head, width)])
+
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _copy(r: SimpleNamespace) -> None:

@@ -1,6 +1,6 @@
 """Cuts chunks into query tiles, heaviest first: takes chunk borders, gives the kernel its work list.
 
-Dimension key: W tile slots, of which the unused ones have no live row.
+Dimension keys: W tile slots, of which the unused ones have no live row; Z blocks of packed rows.
 """
 
 from __future__ import annotations
@@ -53,3 +53,18 @@ def cut_tiles(
         keys_W=keys_W,
     )
     return Tiles(*(field[order_W] for field in made))
+
+
+class Gaps(NamedTuple):
+    """The packed rows of no chunk, int32."""
+
+    rows_Z: jax.Array  # how many a block has
+    owned_T: jax.Array  # 1 where a row is some chunk's
+
+
+def find_gaps(start_R: jax.Array, tokens_R: jax.Array, *, tokens: int, block_rows: int) -> Gaps:
+    """tokens: T; the last block may be a short one."""
+    row_T = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    owned_T = ((row_T >= start_R) & (row_T < start_R + tokens_R)).any(axis=1).astype(jnp.int32)
+    padded = jnp.pad(1 - owned_T, (0, -tokens % block_rows))
+    return Gaps(padded.reshape(-1, block_rows).sum(axis=1, dtype=jnp.int32), owned_T)

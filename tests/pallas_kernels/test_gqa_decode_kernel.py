@@ -71,7 +71,7 @@ INTERPRETED = (
 def test_b145_numbers_in_the_interpreter(case: DecodeCase) -> None:
     """Whole units, split units, empty rows, NaN in stale rows; four parts, so that some end inside a row."""
     inputs = make_inputs(case, seed=0)
-    tuning = Tuning(parts=4, stages=2, min_pages=1, merge_unroll=2)
+    tuning = Tuning(parts=4, stages=2, min_pages=1, merge_widths=(4, 2))
     out = mosaic_gpu.run(
         *map(jnp.asarray, inputs),
         scale=case.scale,

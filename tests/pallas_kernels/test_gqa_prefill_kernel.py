@@ -15,7 +15,7 @@ from pallas_kernels.gqa_prefill.cases import MIXED, PrefillCase, make_inputs
 from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
 from pallas_kernels.gqa_prefill.kernel import Tuning
 from pallas_kernels.gqa_prefill.reference import dense
-from pallas_kernels.gqa_prefill.tiles import cut_tiles, tile_slots
+from pallas_kernels.gqa_prefill.tiles import cut_tiles, find_gaps, tile_slots
 
 H200 = Device("gpu", "9.0")
 LONG = ((3, 0, 129), (0, 700, 300), (0, 0, 0), (0, 0, 128), (5, 64, 64), (0, 91, 2), (0, 127, 369))
@@ -42,12 +42,14 @@ def test_tiles_hold_every_row_once(tokens: int, chunks: tuple[tuple[int, int, in
     owned = {start[r] + i: (r, int(prefix[r]) + i) for r in range(len(chunks)) for i in range(count[r])}
     assert seen == owned
     assert (np.diff(tiles.keys_W) <= 0).all()
+    gaps = find_gaps(np.array(start, np.int32), count, tokens=tokens, block_rows=128)
+    free = np.array([row not in owned for row in range(tokens)])
+    np.testing.assert_array_equal(np.asarray(gaps.owned_T) == 0, free)
+    assert np.asarray(gaps.rows_Z).tolist() == [free[row : row + 128].sum() for row in range(0, tokens, 128)]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # stale keys are NaN, by intent
-@pytest.mark.parametrize(
-    "tuning", [Tuning(), Tuning(overlap=False, turns=True, pages=1)], ids=["overlap", "turns, one page"]
-)
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(overlap=True, pages=1)], ids=["turns", "overlap, one page"])
 def test_b145_numbers_in_the_interpreter(tuning: Tuning) -> None:
     """Chunks with and without prefix at unaligned rows, fewer packed rows than a tile, NaN in stale rows."""
     case = PrefillCase("mixed", 60, ((2, 0, 17), (0, 70, 33), (1, 63, 1)), 1, 2, 64, 64, "bfloat16")
