@@ -74,6 +74,12 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True)
     flag("--cache-memory-gb", type=float, help="size of the cache (default: from the memory that is free)")
     flag("--gpu-memory-utilization", type=float, default=cache.gpu_memory_utilization, help="share of the GPU to take")
     flag("--device", choices=("auto", "cpu", "cuda"), default=runtime.device)
+    for name, what in (
+        ("tensor", "share each layer"),
+        ("expert", "share out the experts"),
+        ("data", "run lanes apart"),
+    ):
+        flag(f"--{name}-parallel-size", type=int, default=1, help=f"devices that {what}")
     flag("--attention", default=runtime.attention, help="force an implementation; see `jaxserve explain`")
     flag("--compile-cache-dir", help='where compiled programs are kept; "" turns it off')
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 
 from jaxserve.errors import ConfigError
@@ -36,8 +37,8 @@ class CacheConfig:
 class ScheduleConfig:
     """Limits of a step and of the queue."""
 
-    max_num_seqs: int = 64  # request slots: sequences that run at once
-    max_num_batched_tokens: int = 2048  # token budget of a step
+    max_num_seqs: int = 64  # request slots: sequences that run at once; of each lane under data parallelism
+    max_num_batched_tokens: int = 2048  # token budget of a step, of each lane
     max_num_chunks: int = 16  # prompts that one mixed step may take a chunk of
     max_queue_requests: int = 4096  # waiting requests; more are refused
     step_timeout_s: float = 120.0  # a step with work pending that takes longer makes the health check fail
@@ -48,12 +49,19 @@ class RuntimeConfig:
     """How the step is compiled and placed."""
 
     device: str = "auto"  # auto | cpu | cuda
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # devices that share each layer's heads and widths
+    expert_parallel_size: int = 1  # devices that share out the experts; attention is cut over them too where it divides
+    data_parallel_size: int = 1  # lanes: each has sequences and cache of its own
     compile_cache_dir: str | None = None  # None: a folder of the user's cache directory; "": no cache
     attention: str = "auto"  # a forced implementation of the attention ops, by registry name
     decode_buckets: tuple[int, ...] = ()  # batch sizes; empty: chosen from max_num_seqs
     mixed_buckets: tuple[int, ...] = ()  # token counts; empty: chosen from max_num_batched_tokens
     max_logprobs: int = 20
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int, int]:
+        """Devices along the mesh's axes tensor, expert and data."""
+        return self.tensor_parallel_size, self.expert_parallel_size, self.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +120,11 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
         cache = replace(cache, page_size_tokens=16)  # small pages waste less of a small pool
     if runtime.device == "auto":
         runtime = replace(runtime, device=facts.platform)
-    if runtime.tensor_parallel_size > facts.num_devices:
+    sizes = runtime.mesh_sizes
+    if math.prod(sizes) > facts.num_devices:
         raise ConfigError(
-            f"--tensor-parallel-size: got {runtime.tensor_parallel_size}, allowed: at most {facts.num_devices}, "
+            "--tensor-parallel-size x --expert-parallel-size x --data-parallel-size: got "
+            f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}, allowed: at most {facts.num_devices}, "
             "the number of devices"
         )
     schedule = config.schedule
@@ -142,11 +152,9 @@ def check_ranges(config: Config) -> None:
             schedule.max_num_batched_tokens > schedule.max_num_seqs,
             f"more than --max-num-seqs ({schedule.max_num_seqs}), so that prompts advance while all sequences decode",
         ),
-        (
-            "--tensor-parallel-size",
-            runtime.tensor_parallel_size,
-            runtime.tensor_parallel_size >= 1,
-            "at least 1",
+        *(
+            (f"--{name}-parallel-size", size, size >= 1, "at least 1")
+            for name, size in zip(("tensor", "expert", "data"), runtime.mesh_sizes, strict=True)
         ),
         ("--device", runtime.device, runtime.device in ("auto", "cpu", "cuda"), "auto, cpu, cuda"),
         ("--port", config.server.port, 0 <= config.server.port < 65536, "0 to 65535"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import pickle
 import sys
@@ -23,7 +24,10 @@ from jaxserve.config import Config, DeviceFacts, resolve
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.loop import Engine
 from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.mesh import Placement
+from jaxserve.models.decoder import fit_spec
 from jaxserve.models.families import model_spec
+from jaxserve.models.ops import StepSizes, op_shapes
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import EngineStats, EventBatch
 from jaxserve.runtime.runner import StepRunner
@@ -31,9 +35,6 @@ from jaxserve.runtime.start import Progress, devices_for, start_runner
 from jaxserve.server.link import EngineFacts, EngineSide
 from jaxserve.text.tokenizer import load_tokenizer
 from pallas_kernels.device import device_of
-from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
-from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
-from pallas_kernels.kv_write.contract import KvWriteShapes
 from pallas_kernels.registry import KernelChoiceError, Row, explain
 
 log = logging.getLogger("jaxserve.engine")
@@ -83,10 +84,10 @@ def build(config: Config, emit: Callable[[EventBatch], None], progress: Progress
         dtype=config.model.dtype,
         platform=config.runtime.device,
         device_kind=devices[0].device_kind,
-        num_devices=config.runtime.tensor_parallel_size,
+        num_devices=math.prod(config.runtime.mesh_sizes),
         max_num_seqs=config.schedule.max_num_seqs,
         max_num_batched_tokens=config.schedule.max_num_batched_tokens,
-        total_pages=started.shape.num_pages,
+        total_pages=started.shape.lanes * started.shape.num_pages,
         page_size_tokens=started.shape.page_size_tokens,
         vocab_size=vocab_size,
         max_logprobs=started.shape.max_logprobs,
@@ -110,17 +111,18 @@ def sampled_vocabulary(config: Config, source: ModelSource, spec: ModelSpec) -> 
 
 def explain_rows(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> tuple[Row, ...]:
     """The table of ops, implementations and reasons for this model on this device."""
-    attention, schedule = spec.attention, config.schedule
-    kv_heads = attention.num_kv_heads // config.runtime.tensor_parallel_size
-    heads = (kv_heads, attention.group, attention.head_dim)
-    page, dtype = config.cache.page_size_tokens, config.model.dtype
-    pages = -(-(config.model.max_model_len or spec.max_len) // page)
-    tokens = schedule.max_num_batched_tokens
-    shapes = {
-        "gqa_decode": GqaDecodeShapes(schedule.max_num_seqs, *heads, page, pages, dtype),
-        "gqa_prefill": GqaPrefillShapes(tokens, schedule.max_num_chunks, *heads, page, pages, dtype),
-        "kv_write": KvWriteShapes(tokens, kv_heads, attention.head_dim, page, dtype),
-    }
+    schedule, page = config.schedule, config.cache.page_size_tokens
+    tensor, expert, data = config.runtime.mesh_sizes
+    placement = Placement(data, expert, tensor)
+    sizes = StepSizes(
+        tokens=schedule.max_num_batched_tokens,
+        rows=schedule.max_num_seqs,
+        chunks=schedule.max_num_chunks,
+        page_tokens=page,
+        max_pages=-(-(config.model.max_model_len or spec.max_len) // page),
+        dtype=config.model.dtype,
+    )
+    shapes = op_shapes(fit_spec(spec, placement), placement, sizes)
     return explain(shapes, device_of(devices[0]), config.runtime.attention)
 
 

@@ -18,14 +18,17 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None  # tokens of prompt and output together; None: the model's limit
     load_format: str  # auto; dummy: random weights, no weight file is read
     seed: int  # of random weights
-    max_num_seqs: int  # sequences that run at once
-    max_num_batched_tokens: int  # token budget of a step
+    max_num_seqs: int  # sequences that run at once, for each data-parallel rank
+    max_num_batched_tokens: int  # token budget of a step, for each data-parallel rank
     max_queue_requests: int  # waiting requests; more are refused
     block_size: int  # tokens of a cache page
     num_pages: int | None  # pages of the cache; None: from the memory that is free
     cache_memory_gb: float | None  # size of the cache; None: from the memory that is free
     gpu_memory_utilization: float
     device: str  # auto, cpu, cuda
+    tensor_parallel_size: int  # devices that share each layer's heads and widths
+    expert_parallel_size: int  # devices that share out the experts
+    data_parallel_size: int  # ranks that each have sequences and cache of their own
     attention: str  # a forced kernel implementation; see `jaxserve explain`
     compile_cache_dir: str  # "": none
 
@@ -45,6 +48,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "cache_memory_gb": ("cache", "cache_memory_bytes"),
     "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
     "device": ("runtime", "device"),
+    "tensor_parallel_size": ("runtime", "tensor_parallel_size"),
+    "expert_parallel_size": ("runtime", "expert_parallel_size"),
+    "data_parallel_size": ("runtime", "data_parallel_size"),
     "attention": ("runtime", "attention"),
     "compile_cache_dir": ("runtime", "compile_cache_dir"),
     "host": ("server", "host"),

@@ -1,204 +1,67 @@
-"""The part of make_goldens that runs where torch is: transformers' own answers, as the files that tests compare with.
+"""The part of make_goldens that runs where torch is: makes the families that it is told, and compares if asked to.
 
 Runs in an environment of its own with an older Python, and so imports nothing of this repository.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from _goldens_check import compare
+from _goldens_deepseek import make_deepseek, make_deepseek_v2, make_deepseek_v3
+from _goldens_glm import make_glm, make_glm4, make_glm4_moe, make_glm4_moe_lite
+from _goldens_llama import make_llama, make_smollm2
 
-NEW_TOKENS = 64
-COLUMNS = 512  # of the logits that are kept
-LEAST_MARGIN = 2e-5  # of the best logit over the second, relative to the largest: less is rounding's to decide
-EACH = 10  # questions and texts that are kept: the first ones with that margin; there are some to spare
-
-QUESTIONS = (
-    "What is the capital of France?",
-    "Who wrote Romeo and Juliet?",
-    "Explain gravity to a child.",
-    "Write a short poem about the sea.",
-    "Name three primary colours.",
-    "How do I boil an egg?",
-    "What is 12 + 30?",
-    "Translate 'good morning' to Spanish.",
-    "Was ist die Hauptstadt von Österreich?",
-    "Give me a tip for sleeping well.",
-    "What do bees make?",
-    "Who are you?",
-)
-TEXTS = (
-    "The capital of France is",
-    "Once upon a time there was a fox who",
-    "def fibonacci(n):\n    ",
-    "In 1969, Apollo 11 carried",
-    "The three states of matter are",
-    "\n\n# Introduction\n\nMachine learning",
-    "Water boils at 100 degrees",
-    "She said: “Don't go — it's 25°C outside!” and then",
-    "日本の首都は",
-    "A",
-    "To be, or not to be",
-    "import numpy as np\n",
-)
-
-TINY = {  # what differs from tiny_config's other fields
-    "gqa": {},
-    "mha-linear-tied-bias": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    },
-    "mha-dynamic": {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    },
-    "gqa-llama3-tied": {
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "gqa-yarn": {
-        "num_key_value_heads": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    },
+TINY = {
+    "llama": make_llama,
+    "deepseek": make_deepseek,
+    "deepseek_v2": make_deepseek_v2,
+    "deepseek_v3": make_deepseek_v3,
+    "glm": make_glm,
+    "glm4": make_glm4,
+    "glm4_moe": make_glm4_moe,
+    "glm4_moe_lite": make_glm4_moe_lite,
 }
-TINY_LENGTHS = (40, 24)
 
 
-def tiny_config(fields: dict[str, Any]) -> LlamaConfig:
-    """Few weights, but a head that is not hidden / heads, and all kinds of layers twice."""
-    base: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "initializer_range": 0.25,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    return LlamaConfig(**(base | fields))
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("goldens", type=Path, help="the folder to write to, or to compare with")
+    parser.add_argument("families", nargs="+", choices=[*TINY, "smollm2"])
+    parser.add_argument("--smollm2", type=Path, help="folder of the demo model, if it is among the families")
+    parser.add_argument("--check", action="store_true", help="write elsewhere and compare")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # the MTP layers' names are reported as unexpected at each load
+    torch.set_num_threads(1)  # more only spin where cores are shared
+    if not args.check:
+        make(args.goldens, args.families, args.smollm2)
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name), args.families, args.smollm2)
+        differences = compare(Path(name), args.goldens)
+    print("\n".join(differences) or "all as committed", flush=True)
+    return 1 if differences else 0
 
 
-def make_tiny(folder: Path) -> None:
-    """Each tiny model as transformers saves it, and its logits at all positions."""
-    for seed, (name, fields) in enumerate(TINY.items()):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(tiny_config(fields))
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("norm.weight", "layernorm.weight")):
-                parameter.data.uniform_(0.5, 1.5)
-            if parameter_name.endswith("bias"):
-                parameter.data.normal_(0.0, 0.5)
-        target = folder / name
-        model.to(torch.bfloat16).save_pretrained(target)
-        model = load(target)
-        arrays = {}
-        for index, length in enumerate(TINY_LENGTHS):
-            ids = np.random.RandomState(seed * 10 + index).randint(3, 64, length)
-            with torch.inference_mode():
-                logits = model(torch.tensor(ids[None])).logits[0]
-            arrays |= {f"ids_{index}": ids.astype(np.int32), f"logits_{index}": logits.numpy()}
-        np.savez(target / "reference.npz", **arrays)
-
-
-def load(directory: Path) -> torch.nn.Module:
-    """A model in float32 with the plain attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
-
-
-def make_chat(directory: Path, folder: Path) -> None:
-    """Prompt ids, first logits and greedy ids of the demo model."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = load(directory)
-    columns = np.sort(np.random.RandomState(0).choice(model.config.vocab_size, COLUMNS, replace=False))
-    entries, rows = [], []
-    for source, is_chat in ((QUESTIONS, True), (TEXTS, False)):
-        kept = 0
-        for given in source:
-            if kept == EACH:
-                break
-            entry, logits = answer(model, tokenizer, given, is_chat)
-            if entry["least_margin"] > LEAST_MARGIN:
-                entries.append(entry)
-                rows.append(logits[columns])
-                kept += 1
-        assert kept == EACH, "too many prompts have two tokens that are too close to tell; write others"
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    document = {"made_with": versions, "dtype": "float32", "prompts": entries}
-    (folder / "smollm2.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    np.savez_compressed(folder / "smollm2_logits.npz", columns=columns.astype(np.int32), logits=np.stack(rows))
-
-
-def answer(model: torch.nn.Module, tokenizer: Any, given: str, is_chat: bool) -> tuple[dict[str, Any], np.ndarray]:
-    """One prompt's entry of the file, and all its first logits [V]."""
-    entry: dict[str, Any] = {"text": given}
-    if is_chat:
-        entry["messages"] = [{"role": "user", "content": given}]
-        entry["text"] = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(entry["text"], add_special_tokens=not is_chat)["input_ids"]
-    logits, greedy, margin = continue_greedily(model, ids)
-    top = np.argsort(-logits)[:5]
-    entry |= {
-        "prompt_ids": ids,
-        "greedy_ids": greedy,
-        "greedy_text": tokenizer.decode(greedy, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-        "least_margin": margin,
-        "max_abs_logit": float(np.abs(logits).max()),
-        "top_ids": top.tolist(),
-        "top_logits": logits[top].tolist(),
-    }
-    print(f"{margin:.1e} {given!r} -> {entry['greedy_text'][:60]!r}", flush=True)
-    return entry, logits
-
-
-def continue_greedily(model: torch.nn.Module, ids: list[int]) -> tuple[np.ndarray, list[int], float]:
-    """Logits after the prompt; NEW_TOKENS ids, whatever they are; and the least margin of a choice."""
-    first, greedy, margin, past = None, [], float("inf"), None
-    step = torch.tensor([ids])
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            out = model(step, past_key_values=past, use_cache=True)
-            past, logits = out.past_key_values, out.logits[0, -1].numpy()
-            first = logits.copy() if first is None else first
-            best, second = np.sort(logits)[[-1, -2]]
-            margin = min(margin, float((best - second) / np.abs(logits).max()))
-            greedy.append(int(logits.argmax()))
-            step = torch.tensor([[greedy[-1]]])
-    return first, greedy, margin
+def make(folder: Path, families: list[str], smollm2: Path | None) -> None:
+    """Writes the files of the families into a folder."""
+    for number, family in enumerate(families, start=1):
+        print(f"[{number}/{len(families)}] {family}", flush=True)
+        start_s = time.monotonic()
+        if family != "smollm2":
+            TINY[family](folder)
+        elif smollm2 is not None:
+            make_smollm2(smollm2, folder)
+        print(f"    {time.monotonic() - start_s:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # more only spin where cores are shared
-    make_tiny(Path(sys.argv[2]) / "llama_tiny")
-    make_chat(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main())

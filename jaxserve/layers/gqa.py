@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.layers.linear import contract, parameter, project
+from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import RopeSpec, rotate
+from jaxserve.mesh import Placement, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,17 @@ class GqaSpec:
     rope: RopeSpec
     qkv_bias: bool = False
     out_bias: bool = False
+    qk_norm_eps: float | None = None  # None: no norm of each head's query and key before they rotate
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.head_dim**-0.5
+
+    @property
+    def cut_heads(self) -> int:
+        """The heads that a mesh may share out."""
+        return self.num_kv_heads
 
     @property
     def group(self) -> int:
@@ -36,7 +49,11 @@ class GqaSpec:
 
     def cache_axes(self) -> tuple[str | None, ...]:
         """Logical axes of both caches."""
-        return ("pages", "kv_heads", None, None)
+        return ("lanes", "kv_heads", None, None)
+
+    def repeated(self, times: int) -> GqaSpec:
+        """The same attention with each kv head there `times` times, its query heads shared out among the copies."""
+        return replace(self, num_kv_heads=self.num_kv_heads * times)
 
 
 class GqaAttention(nnx.Module):
@@ -45,8 +62,9 @@ class GqaAttention(nnx.Module):
     The kv head is the leading axis of the fused weight, so that a tensor-parallel shard owns whole groups.
     """
 
-    def __init__(self, hidden: int, spec: GqaSpec, dtype: jnp.dtype) -> None:
+    def __init__(self, hidden: int, spec: GqaSpec, dtype: jnp.dtype, placement: Placement) -> None:
         self.spec = spec
+        self.axes = placement.axes("kv_heads", spec.num_kv_heads)
         heads, group, dim = spec.num_kv_heads, spec.group, spec.head_dim
         self.qkv = parameter((heads, group + 2, dim, hidden), ("kv_heads", None, None, "embed"), dtype)
         self.out = parameter((hidden, heads, group, dim), ("embed", "kv_heads", None, None), dtype)
@@ -54,6 +72,8 @@ class GqaAttention(nnx.Module):
         # Assigned once each: NNX takes an attribute that was None for static, and refuses the parameter.
         self.qkv_bias = parameter(bias_shape, bias_axes, dtype) if spec.qkv_bias else None
         self.out_bias = parameter((hidden,), ("embed",), dtype) if spec.out_bias else None
+        self.q_norm = RmsNorm(dim, spec.qk_norm_eps, dtype) if spec.qk_norm_eps is not None else None
+        self.k_norm = RmsNorm(dim, spec.qk_norm_eps, dtype) if spec.qk_norm_eps is not None else None
 
     def __call__(
         self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
@@ -63,8 +83,24 @@ class GqaAttention(nnx.Module):
         qkv = project(x_TD, self.qkv[...])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...]
-        turned = rotate(spec.rope, qkv[:, :, :-1], cos_sin)
+        turning = qkv[:, :, :-1]
+        if self.q_norm is not None and self.k_norm is not None:
+            turning = jnp.concatenate((self.q_norm(turning[:, :, :-1]), self.k_norm(turning[:, :, -1:])), axis=2)
+        turned = rotate(spec.rope, turning, cos_sin)
         cache = paged.write(cache, turned[:, :, -1], qkv[:, :, -1])
-        mixed = paged.attend(turned[:, :, :-1], cache, spec.head_dim**-0.5)
-        out = contract(mixed, self.out[...], 3)
+        mixed = paged.attend(turned[:, :, :-1], cache, spec.scale)
+        out = total(contract(mixed, self.out[...], 3), self.axes)
         return out if self.out_bias is None else out + self.out_bias[...], cache
+
+
+def repeat_kv_heads(name: str, array: jax.Array, times: int) -> jax.Array:
+    """A parameter of GqaAttention (by the end of its name) made for `times` as many kv heads; the function it computes
+    stays the same. Other parameters come back as they are."""
+    if name.endswith(("attention.qkv", "attention.qkv_bias")):
+        heads, slots, *rest = array.shape
+        q = array[:, :-2].reshape(heads * times, (slots - 2) // times, *rest)
+        return jnp.concatenate((q, jnp.repeat(array[:, -2:], times, axis=0)), axis=1)
+    if name.endswith("attention.out"):
+        hidden, heads, group, dim = array.shape
+        return array.reshape(hidden, heads * times, group // times, dim)
+    return array

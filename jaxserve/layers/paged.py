@@ -14,8 +14,11 @@ from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import gqa_decode
 from pallas_kernels.gqa_prefill.contract import gqa_prefill
 from pallas_kernels.kv_write.contract import kv_write
+from pallas_kernels.latent_write.contract import latent_write
+from pallas_kernels.mla_decode.contract import mla_decode
+from pallas_kernels.mla_prefill.contract import mla_prefill
 
-Cache = tuple[jax.Array, jax.Array]
+Cache = tuple[jax.Array, ...]  # of one layer: keys and values, or the latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Paged:
 
     device: Device
     implementation: str  # a registry name, or "auto"
+    live_T: jax.Array  # bool: False for padding
     page_T: jax.Array  # int32: the page that each packed token is written to; the pool's size for padding
     offset_T: jax.Array  # int32: its row in that page
     table_BM: jax.Array  # int32: block tables of the rows that may decode
@@ -57,3 +61,22 @@ class Paged:
         )
         is_decode = (self.length_B > 0)[:, None, None, None]
         return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))
+
+    def write_latent(self, cache: Cache, row_TL: jax.Array) -> Cache:
+        """Put the new latents into their pages; rows of padding are dropped."""
+        return (latent_write(*cache, row_TL, self.page_T, self.offset_T, device=self.device),)
+
+    def decode_latent(self, query_BHL: jax.Array, cache: Cache, rank: int, scale: float) -> jax.Array:
+        """Attention of the decode rows over the latents, whose first `rank` dimensions are the values: [B, H, rank]."""
+        options = {"rank": rank, "scale": scale, "device": self.device, "implementation": self.implementation}
+        return mla_decode(query_BHL, *cache, self.table_BM, self.length_B, **options)
+
+    def prefill_latent(
+        self, query_THE: jax.Array, cache: Cache, key_up_HNR: jax.Array, value_up_HVR: jax.Array, scale: float
+    ) -> jax.Array:
+        """Causal attention of the chunks' rows, latents expanded to each head's keys and values: [T, H, V]."""
+        assert self.chunks is not None
+        chunks, ups = self.chunks, (key_up_HNR, value_up_HVR)
+        places = (chunks.table_RM, chunks.start_R, chunks.tokens_R, chunks.position_R)
+        options = {"scale": scale, "device": self.device, "implementation": self.implementation}
+        return mla_prefill(query_THE, *cache, *ups, *places, **options)

@@ -3,62 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxserve.layers.gqa import GqaAttention
+from jaxserve.errors import ConfigError
+from jaxserve.layers.gqa import GqaAttention, GqaSpec, repeat_kv_heads
 from jaxserve.layers.linear import contract, parameter
+from jaxserve.layers.mla import MlaAttention, MlaSpec
 from jaxserve.layers.mlp import GatedMlp
+from jaxserve.layers.moe import MoeMlp
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import angles
-from jaxserve.mesh import RULES
+from jaxserve.mesh import Placement, index, total
 from jaxserve.models.spec import ModelSpec
+
+Angles = tuple[jax.Array, jax.Array]
 
 
 class Matrix(nnx.Module):
-    """A lone matrix: the embedding, or an untied head."""
+    """A lone matrix over the vocabulary, whose rows may be cut: the embedding, or an untied head."""
 
-    def __init__(self, rows: int, columns: int, dtype: jnp.dtype) -> None:
+    def __init__(self, rows: int, columns: int, dtype: jnp.dtype, placement: Placement) -> None:
+        self.axes = placement.axes("vocab", rows)
         self.weight = parameter((rows, columns), ("vocab", "embed"), dtype)
+
+    def look_up(self, token_T: jax.Array) -> jax.Array:
+        """Rows by id, [T, D]."""
+        table = self.weight[...]
+        if not self.axes:
+            return table.at[token_T].get(mode="clip")
+        local_T = token_T - index(self.axes) * table.shape[0]
+        mine_T1 = ((local_T >= 0) & (local_T < table.shape[0]))[:, None]
+        return total(jnp.where(mine_T1, table.at[local_T].get(mode="clip"), 0), self.axes)
+
+    def score(self, hidden_QD: jax.Array) -> jax.Array:
+        """float32 [Q, V]: the logits of this device's rows."""
+        return contract(hidden_QD, self.weight[...], 1, jnp.float32)
+
+
+def attention_module(
+    hidden: int, spec: GqaSpec | MlaSpec, dtype: jnp.dtype, placement: Placement
+) -> GqaAttention | MlaAttention:
+    """The module that a spec describes."""
+    if isinstance(spec, GqaSpec):
+        return GqaAttention(hidden, spec, dtype, placement)
+    return MlaAttention(hidden, spec, dtype, placement)
 
 
 class Layer(nnx.Module):
-    """x += attention(norm x); x += mlp(norm x)."""
+    """x += attention(norm x); x += mlp(norm x); with post_norms each result passes a norm before it is added."""
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, shards: int) -> None:
-        self.attention_norm = RmsNorm(spec.hidden_size, spec.rms_eps, dtype)
-        self.attention = GqaAttention(spec.hidden_size, spec.attention, dtype)
-        self.mlp_norm = RmsNorm(spec.hidden_size, spec.rms_eps, dtype)
-        self.mlp = GatedMlp(spec.hidden_size, spec.mlp_width, dtype, shards)
+    def __init__(self, spec: ModelSpec, is_moe: bool, dtype: jnp.dtype, placement: Placement) -> None:
+        hidden = spec.hidden_size
+
+        def norm() -> RmsNorm:
+            return RmsNorm(hidden, spec.rms_eps, dtype)
+
+        self.attention_norm = norm()
+        self.attention = attention_module(hidden, spec.attention, dtype, placement)
+        self.attention_post_norm = norm() if spec.post_norms else None
+        self.mlp_norm = norm()
+        if is_moe and spec.moe is not None:
+            self.mlp = MoeMlp(hidden, spec.moe, dtype, placement)
+        else:
+            self.mlp = GatedMlp(hidden, spec.mlp_width, dtype, placement)
+        self.mlp_post_norm = norm() if spec.post_norms else None
+
+    def __call__(self, x_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged) -> tuple[jax.Array, Cache]:
+        mixed, cache = self.attention(self.attention_norm(x_TD), cos_sin, cache, paged)
+        x_TD = x_TD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        normed = self.mlp_norm(x_TD)
+        fed = self.mlp(normed, paged) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
+        return x_TD + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)), cache
+
+
+class Mtp(nnx.Module):
+    """A multi-token prediction layer (arXiv 2412.19437, part 2.2): from a token's hidden state and the token after it,
+    the hidden state that predicts the one after that. Embedding and head are the decoder's."""
+
+    def __init__(self, spec: ModelSpec, is_moe: bool, dtype: jnp.dtype, placement: Placement) -> None:
+        hidden = spec.hidden_size
+        self.embed_norm = RmsNorm(hidden, spec.rms_eps, dtype)
+        self.hidden_norm = RmsNorm(hidden, spec.rms_eps, dtype)
+        self.project = parameter((hidden, 2 * hidden), ("embed", None), dtype)
+        self.layer = Layer(spec, is_moe, dtype, placement)
+        self.norm = RmsNorm(hidden, spec.rms_eps, dtype)
 
     def __call__(
-        self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
+        self, hidden_TD: jax.Array, next_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged
     ) -> tuple[jax.Array, Cache]:
-        mixed, cache = self.attention(self.attention_norm(x_TD), cos_sin, cache, paged)
-        x_TD = x_TD + mixed
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
+        """hidden: the decoder's normed output at each token; next: the embedding of the token that follows."""
+        both = jnp.concatenate((self.embed_norm(next_TD), self.hidden_norm(hidden_TD)), axis=1)
+        x_TD, cache = self.layer(contract(both, self.project[...], 1), cos_sin, cache, paged)
+        return self.norm(x_TD), cache
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head. Layers are unrolled: a scan would copy each layer's weights first."""
+    """Embedding, layers, final norm and head. Layers are unrolled: a scan would copy each layer's weights first.
 
-    def __init__(self, spec: ModelSpec, dtype: jnp.dtype, shards: int = 1) -> None:
-        self.spec = spec
-        self.embed = Matrix(spec.vocab_size, spec.hidden_size, dtype)
-        self.layers = nnx.List([Layer(spec, dtype, shards) for _ in range(spec.num_layers)])
+    MTP layers are there when asked for: nothing uses them yet but a test, and they would take memory.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: jnp.dtype, placement: Placement | None = None, with_mtp: bool = False
+    ) -> None:
+        self.spec, self.placement = spec, placement or Placement()
+        placement = self.placement
+        self.embed = Matrix(spec.vocab_size, spec.hidden_size, dtype, placement)
+        self.layers = nnx.List([Layer(spec, spec.is_moe(i), dtype, placement) for i in range(spec.num_layers)])
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps, dtype)
-        self.head = None if spec.tie_embeddings else Matrix(spec.vocab_size, spec.hidden_size, dtype)
+        self.head = None if spec.tie_embeddings else Matrix(spec.vocab_size, spec.hidden_size, dtype, placement)
+        extra = range(spec.num_layers, spec.num_layers + (spec.mtp_layers if with_mtp else 0))
+        self.mtp = nnx.List([Mtp(spec, spec.is_moe(i), dtype, placement) for i in extra])
 
     def __call__(
         self, token_T: jax.Array, position_T: jax.Array, caches: Sequence[Cache], paged: Paged
     ) -> tuple[jax.Array, list[Cache]]:
         """Tokens int32 [T] at positions int32 [T] -> (normed hidden states [T, D], caches in the order received)."""
-        x_TD = self.embed.weight[...].at[token_T].get(mode="clip")
+        x_TD = self.embed.look_up(token_T)
         cos_sin = angles(self.spec.attention.rope, position_T)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -67,42 +134,99 @@ class Decoder(nnx.Module):
         return self.norm(x_TD), new_caches
 
     def logits(self, hidden_QD: jax.Array) -> jax.Array:
-        """Hidden states [Q, D] -> logits, float32 [Q, V]."""
-        weight = (self.embed if self.head is None else self.head).weight[...]
-        return contract(hidden_QD, weight, 1, jnp.float32)
+        """Hidden states [Q, D] -> logits, float32 [Q, V]; of this device's part of the vocabulary where it is cut."""
+        return (self.embed if self.head is None else self.head).score(hidden_QD)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitDecoder:
     """The decoder taken apart once: the jitted step gets the leaves as one flat list and merges inside."""
 
+    spec: ModelSpec  # as it runs: with kv heads repeated where the mesh needs that
+    placement: Placement
     graph: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
     names: tuple[str, ...]  # dotted, in leaf order
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # with shardings where a mesh was given
+    stored: tuple[jax.ShapeDtypeStruct, ...]  # what a loader is asked for: `leaves`, or without the repeated kv heads
+    kv_repeat: int
 
     def merge(self, leaves: Sequence[jax.Array]) -> Decoder:
         """Put weights (or tracers) in leaf order back into a module."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
-
-def split_decoder(spec: ModelSpec, dtype: jnp.dtype, mesh: Mesh | None = None) -> SplitDecoder:
-    """The abstract decoder: nothing is allocated."""
-    with nnx.use_eager_sharding(False), nnx.logical_axis_rules(RULES):
-        shards = mesh.shape["tensor"] if mesh is not None else 1
-        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, dtype, shards)))
-        names = tuple(".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
-        leaves, tree = jax.tree.flatten(state)
-        if mesh is not None:
-            shardings = jax.tree.leaves(nnx.get_named_sharding(state, mesh))
-            leaves = [
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-                for leaf, place in zip(leaves, shardings, strict=True)
-            ]
-    return SplitDecoder(graph, tree, names, tuple(leaves))
+    def finish(self, name: str, array: jax.Array, want: jax.ShapeDtypeStruct) -> jax.Array:
+        """A parameter as the loader brought it -> as the step takes it."""
+        if array.shape == want.shape:
+            return array
+        repeat = jax.jit(lambda x: repeat_kv_heads(name, x, self.kv_repeat), out_shardings=want.sharding)
+        return repeat(array)
 
 
-def parameter_shapes(spec: ModelSpec, dtype: jnp.dtype = jnp.bfloat16) -> dict[str, jax.ShapeDtypeStruct]:
+def split_decoder(spec: ModelSpec, dtype: jnp.dtype, mesh: Mesh | None = None, with_mtp: bool = False) -> SplitDecoder:
+    """The abstract decoder: nothing is allocated. Raises ConfigError where the mesh does not fit the model."""
+    placement = Placement() if mesh is None else Placement.of(mesh)
+    times, fitted = kv_repeat(spec, placement), fit_spec(spec, placement)
+    graph, tree, names, leaves = abstract(fitted, dtype, placement, mesh, with_mtp)
+    stored = leaves
+    if times > 1:
+        whole = abstract(spec, dtype, placement, mesh, with_mtp)[3]
+        stored = tuple(old if old.shape != new.shape else new for old, new in zip(whole, leaves, strict=True))
+    return SplitDecoder(fitted, placement, graph, tree, names, leaves, stored, times)
+
+
+def kv_repeat(spec: ModelSpec, placement: Placement) -> int:
+    """How often each kv head must be there so that every tensor-parallel device has one; 1: as it is."""
+    tensor = placement.tensor
+    if not isinstance(spec.attention, GqaSpec) or spec.attention.num_kv_heads % tensor == 0:
+        return 1
+    kv_heads, heads = spec.attention.num_kv_heads, spec.attention.num_heads
+    return tensor // kv_heads if tensor % kv_heads == 0 and heads % tensor == 0 else 1
+
+
+def fit_spec(spec: ModelSpec, placement: Placement) -> ModelSpec:
+    """The model as it runs on the mesh: kv heads repeated where there are fewer than tensor-parallel devices.
+
+    Raises ConfigError where heads or experts cannot be shared out evenly.
+    """
+    times = kv_repeat(spec, placement)
+    if times > 1 and isinstance(spec.attention, GqaSpec):
+        spec = replace(spec, attention=spec.attention.repeated(times))
+    tensor, expert, heads = placement.tensor, placement.expert, spec.attention.num_heads
+    if spec.attention.cut_heads % tensor:
+        kv_heads = spec.attention.cut_heads
+        shared = f" and divides {kv_heads} kv heads or is their multiple" if kv_heads != heads else ""
+        raise ConfigError(
+            f"--tensor-parallel-size: got {tensor}, allowed: what divides the model's {heads} attention heads{shared}"
+        )
+    if spec.moe is not None and spec.moe.num_experts % expert:
+        raise ConfigError(
+            f"--expert-parallel-size: got {expert}, allowed: what divides the model's {spec.moe.num_experts} experts"
+        )
+    return spec
+
+
+def abstract(
+    spec: ModelSpec, dtype: jnp.dtype, placement: Placement, mesh: Mesh | None, with_mtp: bool
+) -> tuple[nnx.GraphDef, jax.tree_util.PyTreeDef, tuple[str, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Graph, tree, names and leaves of a decoder, each leaf with its sharding where there is a mesh."""
+    with nnx.use_eager_sharding(False):
+        graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, dtype, placement, with_mtp)))
+    variables = nnx.to_flat_state(state)
+    names = tuple(".".join(map(str, path)) for path, _ in variables)
+    leaves, tree = jax.tree.flatten(state)
+    if mesh is not None:
+        logical = [variable.get_metadata()["out_sharding"] for _, variable in variables]
+        leaves = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, placement.spec(axes, leaf.shape)))
+            for leaf, axes in zip(leaves, logical, strict=True)
+        ]
+    return graph, tree, names, tuple(leaves)
+
+
+def parameter_shapes(
+    spec: ModelSpec, dtype: jnp.dtype = jnp.bfloat16, with_mtp: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Dotted parameter names in leaf order -> shapes and dtypes; what a checkpoint must fill, no more and no less."""
-    split = split_decoder(spec, jnp.dtype(dtype))
+    split = split_decoder(spec, jnp.dtype(dtype), with_mtp=with_mtp)
     return dict(zip(split.names, split.leaves, strict=True))

@@ -12,7 +12,7 @@ def read(config: dict[str, Any], name: str, kind: type) -> Any:
     if name not in config:
         raise ModelError(f"config.json: {name} is missing")
     value = config[name]
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
         raise ModelError(f"config.json: {name} is {value!r}, expected: {kind.__name__}")
     return value
 

@@ -11,17 +11,23 @@ from jaxserve.layers.rope import RopeSpec
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False) -> RopeSpec:
-    """Raises ModelError for a scaling type that is not in KINDS.
+def rope_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The scaling's own fields, from either spelling."""
+    return dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+
+
+def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False, partial: float = 1.0) -> RopeSpec:
+    """`partial`: the share of a head that rotates where the config does not say. Raises ModelError for a scaling type
+    that is not in KINDS.
 
     `dynamic` (NTK) leaves the frequencies as they are up to max_position_embeddings, which is also the longest context
     that we serve: beyond it transformers recomputes them at every length, which a cache of rotated keys cannot follow.
     """
-    fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    fields = rope_fields(config)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in KINDS:
         raise ModelError(f"config.json: rope type is {kind!r}, supported: {', '.join(KINDS)}")
-    partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial))
     spec = {
         "theta": float(fields.get("rope_theta", config.get("rope_theta", 10000.0))),
         "rotary_dims": int(head_dim * partial),

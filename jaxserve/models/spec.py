@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.layers.gqa import GqaSpec
+from jaxserve.layers.mla import MlaSpec
+from jaxserve.layers.moe import MoeSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Everything that shapes the decoder; no family's name is needed to run it."""
 
@@ -17,8 +19,16 @@ class ModelSpec:
     rms_eps: float
     tie_embeddings: bool
     max_len: int  # tokens
-    attention: GqaSpec
-    mlp_width: int
+    attention: GqaSpec | MlaSpec
+    mlp_width: int  # of the dense layers
+    moe: MoeSpec | None = None  # None: all layers are dense
+    first_dense: int = 0  # layers before the first mixture of experts
+    post_norms: bool = False  # a norm after attention and after the feed-forward block too, before they are added
+    mtp_layers: int = 0  # multi-token prediction layers that follow the others in the checkpoint
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str  # the checkpoint's own: bfloat16 | float16 | float32
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether this layer (MTP layers count on after the others) is a mixture of experts."""
+        return self.moe is not None and layer >= self.first_dense

@@ -22,6 +22,7 @@ from jaxserve.runtime.state import (
     INSTALL_ROWS,
     SlotTables,
     State,
+    WideRow,
     make_state,
     plain_rows,
     row_flags,
@@ -57,7 +58,7 @@ class Pending:
 
     def result(self) -> StepOut:
         """The step's results as numpy arrays; blocks until the device has them."""
-        tokens, bad = np.asarray(self.tokens)
+        tokens, bad = np.asarray(self.tokens).transpose(1, 0, 2)
         chosen, ranks, top_ids, top = host(self.scores)
         score_chosen, score_ranks, score_top_ids, score_top = host(self.prompt_scores)
         return StepOut(
@@ -98,7 +99,7 @@ class StepRunner:
         self.state, self.state_shapes = state, state_shapes
         self.programs = programs
         self.shape = options.shape
-        self.replicated = sharding(mesh)
+        self.replicated, self.by_lane = sharding(mesh), sharding(mesh, "data")
         self.vocab_rows = vocab_rows
         self.counter = CompileCounter()
 
@@ -115,16 +116,14 @@ class StepRunner:
     def install(self, installs: list[Install]) -> None:
         """Fill slots before their first step."""
         for first in range(0, len(installs), INSTALL_ROWS):
-            rows = plain_rows(installs[first : first + INSTALL_ROWS], self.shape.num_slots)
-            self._set_slots(self.programs.install_plain(self.state.slots, self._put(rows)))
+            self._install_plain(plain_rows(installs[first : first + INSTALL_ROWS], self.shape))
         for install in installs:
             if row_flags(install):
-                wide = jax.tree.map(self._put, wide_row(install, self.vocab_rows))
-                self._set_slots(self.programs.install_wide(self.state.slots, wide))
+                self._install_wide(wide_row(install, self.shape, self.vocab_rows))
 
     def dispatch(self, batch: Batch) -> Pending:
         """Start a step and return at once."""
-        flags = int(batch.vector[FLAGS_WORD])
+        flags = int(batch.vector[0, FLAGS_WORD])  # the same for all lanes
         is_plain = flags & ~FLAG_RANDOM == 0 and batch.bucket in self.programs.plain
         step = (self.programs.plain if is_plain else self.programs.steps)[batch.bucket]
         # As a numpy argument: a device_put of its own costs twice what the call takes for it.
@@ -156,16 +155,13 @@ class StepRunner:
         start_s = time.perf_counter()
         on_cpu = next(iter(self.leaves[0].devices())).platform == "cpu"
         for _ in range(1 if on_cpu else GPU_WARM_ROUNDS):
-            self._set_slots(
-                self.programs.install_plain(self.state.slots, self._put(plain_rows([], self.shape.num_slots)))
-            )
-            wide = jax.tree.map(self._put, scratch_row(self.shape.num_slots, self.vocab_rows))
-            self._set_slots(self.programs.install_wide(self.state.slots, wide))
+            self._install_plain(plain_rows([], self.shape))
+            self._install_wide(scratch_row(self.shape, self.vocab_rows))
             for bucket in self.programs.steps:
                 for flags in (0, FLAG_LOGPROBS):  # the plain form, where there is one, and the full one
                     vector = Layout(bucket, self.shape).empty()
                     vector[FLAGS_WORD] = flags
-                    self.dispatch(Batch(bucket, vector)).result()
+                    self.dispatch(Batch(bucket, np.tile(vector, (self.shape.lanes, 1)))).result()
         jax.block_until_ready(self.state)
         self.counter.close()
         self.counter = CompileCounter()
@@ -178,8 +174,14 @@ class StepRunner:
             leaf.delete()
         self.leaves = []
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self.replicated)
+    def _install_plain(self, rows_ZIW: np.ndarray) -> None:
+        rows = jax.device_put(rows_ZIW, self.by_lane)
+        self._set_slots(self.programs.install_plain(self.state.slots, rows))
+
+    def _install_wide(self, row: WideRow) -> None:
+        placed = jax.tree.map(lambda array: jax.device_put(array, self.replicated), row)
+        placed = dataclasses.replace(placed, slot_Z=jax.device_put(row.slot_Z, self.by_lane))
+        self._set_slots(self.programs.install_wide(self.state.slots, placed))
 
     def _set_slots(self, slots: SlotTables) -> None:
         self.state = dataclasses.replace(self.state, slots=slots)

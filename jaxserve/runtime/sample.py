@@ -4,7 +4,7 @@ Parts that no row of the step needs are skipped at run time by the step's flags 
 bucket serves whatever the requests ask for. On a GPU the host waits for the device at each such branch that XLA cannot
 put into a command buffer; `sample_plain` has none of them, for the steps that need nothing but a draw. Thresholds of
 top_k and top_p are found without a sort: float32 bits, made order-preserving, are searched from the highest bit down,
-which is exact.
+which is exact. Where the vocabulary is cut over devices (`Vocab`), each works on its own columns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax import lax
 from jaxserve.batch import FLAG_FILTER, FLAG_LOGPROBS, FLAG_MASK, FLAG_PENALTY, FLAG_RANDOM
 from jaxserve.runtime import state as st
 from jaxserve.runtime.state import SlotTables, unpack_bits
+from jaxserve.runtime.vocab import Vocab
 
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy
 
@@ -51,53 +52,55 @@ def sample(
     slots: SlotTables,
     flags: jax.Array,
     *,
+    vocab: Vocab,
     vocab_size: int,
     num_top: int,
 ) -> tuple[SlotTables, Sampled]:
     """Draw one token a row and write it into the slots' history.
 
-    raw_QV: float32 logits. position_Q: int32, the absolute position that the drawn token will have. flags: int32 [].
-    Rows of padding name slot S. The same seed and position give the same random numbers whatever else is in the batch.
+    raw_QV: float32 logits, this device's columns. position_Q: int32, the absolute position that the drawn token will
+    have. flags: int32 []. Rows of padding name slot S. The same seed and position give the same random numbers whatever
+    else is in the batch.
     """
-    raw_QV, bad_Q = checked(raw_QV, vocab_size)
+    raw_QV, bad_Q = checked(raw_QV, vocab, vocab_size)
     real_QI, integer_QI = slots.real_SI[slot_Q], slots.integer_SI[slot_Q]
 
     def when(flag: int, change: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
         return lax.cond((flags & flag) != 0, change, lambda same: same, value)
 
-    logits_QV = when(FLAG_MASK, lambda x: mask(x, slot_Q, position_Q, slots), raw_QV)
-    logits_QV = when(FLAG_PENALTY, lambda x: penalise(x, slot_Q, slots), logits_QV)
-    greedy_Q = jnp.argmax(logits_QV, axis=1).astype(jnp.int32)
+    logits_QV = when(FLAG_MASK, lambda x: mask(x, slot_Q, position_Q, slots, vocab), raw_QV)
+    logits_QV = when(FLAG_PENALTY, lambda x: penalise(x, slot_Q, slots, vocab), logits_QV)
+    greedy_Q = vocab.argmax(logits_QV)
 
     def random(_: jax.Array) -> jax.Array:
-        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI), scaled(logits_QV, real_QI))
-        return draw(scaled_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q)
+        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI, vocab), scaled(logits_QV, real_QI))
+        return draw(scaled_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, vocab)
 
     token_Q = lax.cond((flags & FLAG_RANDOM) != 0, random, lambda same: same, greedy_Q)
     token_Q = jnp.minimum(token_Q, vocab_size - 1)  # an all-NaN row's argmax may point anywhere
     no_scores = jax.tree.map(
-        lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(lambda: score(raw_QV, token_Q, num_top))
+        lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(lambda: score(raw_QV, token_Q, vocab, num_top))
     )
-    scores = lax.cond((flags & FLAG_LOGPROBS) != 0, lambda: score(raw_QV, token_Q, num_top), lambda: no_scores)
+    scores = lax.cond((flags & FLAG_LOGPROBS) != 0, lambda: score(raw_QV, token_Q, vocab, num_top), lambda: no_scores)
     return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), scores)
 
 
 def sample_plain(
-    raw_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, *, vocab_size: int
+    raw_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, *, vocab: Vocab, vocab_size: int
 ) -> tuple[SlotTables, Sampled]:
     """`sample` for steps whose flags are none but FLAG_RANDOM: the same tokens, without a branch."""
-    raw_QV, bad_Q = checked(raw_QV, vocab_size)
+    raw_QV, bad_Q = checked(raw_QV, vocab, vocab_size)
     real_QI = slots.real_SI[slot_Q]
-    greedy_Q = jnp.argmax(raw_QV, axis=1).astype(jnp.int32)
-    token_Q = draw(scaled(raw_QV, real_QI), greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q)
+    greedy_Q = vocab.argmax(raw_QV)
+    token_Q = draw(scaled(raw_QV, real_QI), greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, vocab)
     token_Q = jnp.minimum(token_Q, vocab_size - 1)
     return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), None)
 
 
-def checked(raw_QV: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+def checked(raw_QV: jax.Array, vocab: Vocab, vocab_size: int) -> tuple[jax.Array, jax.Array]:
     """The logits with the head's padding rows, which cannot be decoded, at -inf; and bool [Q], where there is a NaN."""
-    raw_QV = jnp.where(jnp.arange(raw_QV.shape[1], dtype=jnp.int32) < vocab_size, raw_QV, -jnp.inf)
-    return raw_QV, jnp.isnan(raw_QV.max(axis=1))
+    raw_QV = jnp.where(vocab.ids() < vocab_size, raw_QV, -jnp.inf)
+    return raw_QV, jnp.isnan(vocab.max(raw_QV.max(axis=1)))
 
 
 def scaled(logits_QV: jax.Array, real_QI: jax.Array) -> jax.Array:
@@ -107,38 +110,44 @@ def scaled(logits_QV: jax.Array, real_QI: jax.Array) -> jax.Array:
 
 
 def draw(
-    scaled_QV: jax.Array, greedy_Q: jax.Array, real_QI: jax.Array, seed_QI: jax.Array, position_Q: jax.Array
+    scaled_QV: jax.Array,
+    greedy_Q: jax.Array,
+    real_QI: jax.Array,
+    seed_QI: jax.Array,
+    position_Q: jax.Array,
+    vocab: Vocab,
 ) -> jax.Array:
     """A draw from softmax(scaled) a row, by the Gumbel trick; greedy rows take `greedy_Q`."""
-    noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, scaled_QV.shape[1]))(seed_QI, position_Q)
-    drawn_Q = jnp.argmax(scaled_QV + noise_QV, axis=1).astype(jnp.int32)
+    noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, vocab.width))(seed_QI, position_Q)
+    drawn_Q = vocab.argmax(scaled_QV + vocab.cut(noise_QV))
     return jnp.where(real_QI[:, st.TEMPERATURE] < GREEDY_BELOW, greedy_Q, drawn_Q)
 
 
-def mask(logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables) -> jax.Array:
+def mask(logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, vocab: Vocab) -> jax.Array:
     """allowed and banned ids, bad words, stop ids before min_tokens, then logit_bias."""
     row_Q = jnp.arange(logits_QV.shape[0])[:, None]
     flag_Q = slots.integer_SI[slot_Q, st.ROW_FLAGS]
     free_Q1 = ((flag_Q & st.ROW_ALLOWED) == 0)[:, None]
-    allowed_QV = free_Q1 | unpack_bits(slots.allowed_SW[slot_Q], logits_QV.shape[1])
+    allowed_QV = free_Q1 | vocab.cut(unpack_bits(slots.allowed_SW[slot_Q], vocab.width))
     prefix_QBI, recent_QI = slots.bad_prefix_SI[slot_Q], slots.recent_SI[slot_Q]
     bad_QB = jnp.all((prefix_QBI == -1) | (prefix_QBI == recent_QI[:, None]), axis=2)
     bad_QB &= ((flag_Q & st.ROW_BAD) != 0)[:, None]
-    allowed_QV = allowed_QV.at[row_Q, jnp.where(bad_QB, slots.bad_last_SI[slot_Q], st.NO_TOKEN)].set(False, mode="drop")
+    bad_id_QB = vocab.place(jnp.where(bad_QB, slots.bad_last_SI[slot_Q], st.NO_TOKEN))
+    allowed_QV = allowed_QV.at[row_Q, bad_id_QB].set(False, mode="drop")
     early_Q1 = (position_Q < slots.integer_SI[slot_Q, st.MIN_POSITION])[:, None]
-    stops_QI = jnp.where(early_Q1, slots.masked_SI[slot_Q], st.NO_TOKEN)
+    stops_QI = vocab.place(jnp.where(early_Q1, slots.masked_SI[slot_Q], st.NO_TOKEN))
     allowed_QV = allowed_QV.at[row_Q, stops_QI].set(False, mode="drop")
     biased_Q1 = ((flag_Q & st.ROW_BIAS) != 0)[:, None]
-    bias_id_QI = jnp.where(biased_Q1, slots.bias_id_SI[slot_Q], st.NO_TOKEN)
+    bias_id_QI = vocab.place(jnp.where(biased_Q1, slots.bias_id_SI[slot_Q], st.NO_TOKEN))
     biased_QV = logits_QV.at[row_Q, bias_id_QI].add(slots.bias_SI[slot_Q], mode="drop")
     return jnp.where(allowed_QV, biased_QV, -jnp.inf)
 
 
-def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables) -> jax.Array:
+def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables, vocab: Vocab) -> jax.Array:
     """Repetition (over prompt and output, arXiv 1909.05858), then presence and frequency (over the output)."""
-    real_QI, width = slots.real_SI[slot_Q], logits_QV.shape[1]
-    count_QV = slots.count_SV[slot_Q]
-    seen_QV = unpack_bits(slots.prompt_SW[slot_Q], width) | (count_QV > 0)
+    real_QI = slots.real_SI[slot_Q]
+    count_QV = vocab.cut(slots.count_SV[slot_Q])
+    seen_QV = vocab.cut(unpack_bits(slots.prompt_SW[slot_Q], vocab.width)) | (count_QV > 0)
     repetition_Q1 = real_QI[:, st.REPETITION, None]
     repeated_QV = jnp.where(logits_QV > 0, logits_QV / repetition_Q1, logits_QV * repetition_Q1)
     out_QV = jnp.where(seen_QV, repeated_QV, logits_QV)
@@ -147,17 +156,17 @@ def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables) -> jax.
     return jnp.where(penalised_Q1, out_QV, logits_QV)
 
 
-def keep_likely(scaled_QV: jax.Array, real_QI: jax.Array, integer_QI: jax.Array) -> jax.Array:
+def keep_likely(scaled_QV: jax.Array, real_QI: jax.Array, integer_QI: jax.Array, vocab: Vocab) -> jax.Array:
     """-inf for what top_k, then top_p over what is left, and min_p leave out. Ties with a threshold stay in."""
-    order_QV = ordered_bits(scaled_QV)
+    rows, order_QV = scaled_QV.shape[0], ordered_bits(scaled_QV)
     top_k_Q = integer_QI[:, st.TOP_K]
-    wanted_Q = jnp.where(top_k_Q > 0, top_k_Q, scaled_QV.shape[1])
-    by_k_Q = largest_threshold(lambda t: jnp.sum(order_QV >= t[:, None], axis=1) >= wanted_Q, scaled_QV.shape[0])
-    peak_Q1 = scaled_QV.max(axis=1, keepdims=True)
+    wanted_Q = jnp.where(top_k_Q > 0, top_k_Q, vocab.width)
+    by_k_Q = largest_threshold(lambda t: vocab.sum(jnp.sum(order_QV >= t[:, None], axis=1)) >= wanted_Q, rows)
+    peak_Q1 = vocab.max(scaled_QV.max(axis=1))[:, None]
     weight_QV = jnp.where(order_QV >= by_k_Q[:, None], jnp.exp(scaled_QV - peak_Q1), 0.0)
-    mass_Q = real_QI[:, st.TOP_P] * weight_QV.sum(axis=1)
+    mass_Q = real_QI[:, st.TOP_P] * vocab.sum(weight_QV.sum(axis=1))
     by_p_Q = largest_threshold(
-        lambda t: jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1) >= mass_Q, scaled_QV.shape[0]
+        lambda t: vocab.sum(jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1)) >= mass_Q, rows
     )
     by_p_Q = jnp.where(real_QI[:, st.TOP_P] < 1.0, by_p_Q, jnp.uint32(0))
     likely_QV = scaled_QV >= peak_Q1 + jnp.log(real_QI[:, st.MIN_P, None])
@@ -186,13 +195,13 @@ def gumbel(seed_I: jax.Array, position: jax.Array, width: int) -> jax.Array:
     return jax.random.gumbel(key, (width,), jnp.float32)
 
 
-def score(raw_QV: jax.Array, token_Q: jax.Array, num_top: int) -> Scores:
+def score(raw_QV: jax.Array, token_Q: jax.Array, vocab: Vocab, num_top: int) -> Scores:
     """Log-softmax of the raw logits at the tokens and at the `num_top` best ids."""
-    normaliser_Q = jax.nn.logsumexp(raw_QV, axis=1)
-    chosen_Q = jnp.take_along_axis(raw_QV, token_Q[:, None], axis=1)
-    rank_Q = 1 + jnp.sum(raw_QV > chosen_Q, axis=1, dtype=jnp.int32)
-    top_QL, top_id_QL = lax.top_k(raw_QV, num_top)
-    return Scores(chosen_Q[:, 0] - normaliser_Q, rank_Q, top_id_QL, top_QL - normaliser_Q[:, None])
+    normaliser_Q = vocab.logsumexp(raw_QV)
+    chosen_Q = vocab.at(raw_QV, token_Q)
+    rank_Q = 1 + vocab.sum(jnp.sum(raw_QV > chosen_Q[:, None], axis=1, dtype=jnp.int32))
+    top_QL, top_id_QL = vocab.top_k(raw_QV, num_top)
+    return Scores(chosen_Q - normaliser_Q, rank_Q, top_id_QL, top_QL - normaliser_Q[:, None])
 
 
 def remember(slots: SlotTables, slot_Q: jax.Array, token_Q: jax.Array) -> SlotTables:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,7 @@ from jaxserve import environment
 from jaxserve.batch import Bucket, Layout, Program, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
-from jaxserve.mesh import make_mesh, sharding
+from jaxserve.mesh import Placement, make_mesh, sharding
 from jaxserve.models.decoder import SplitDecoder, split_decoder
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runtime.compile import compile_all, drop_damaged_entries, use_compile_cache
@@ -35,7 +39,7 @@ from jaxserve.runtime.state import (
     state_shapes,
     wide_row_shapes,
 )
-from jaxserve.runtime.step import StepOptions, make_step
+from jaxserve.runtime.step import BY_LANE, StepOptions, make_step, on_mesh, specs_of
 from jaxserve.runtime.weights import Load, load_weights, random_weights
 from pallas_kernels.device import device_of
 
@@ -61,7 +65,10 @@ class Started:
 
 def devices_for(config: Config) -> list[jax.Device]:
     """The devices of the configured platform. Raises DeviceError where JAX has none."""
-    wanted = config.runtime.device
+    wanted, count = config.runtime.device, math.prod(config.runtime.mesh_sizes)
+    if count > 1:
+        with suppress(RuntimeError):  # JAX has looked for devices already
+            jax.config.update("jax_num_cpu_devices", count)  # the host's cores as so many devices; others do not mind
     if wanted != "auto":
         jax.config.update("jax_platforms", wanted)  # the environment's value is read when JAX is imported
     try:
@@ -93,9 +100,10 @@ def start_runner(
         times_s[name], began_s = clock() - began_s, clock()
 
     devices = devices_for(config)
-    mesh = make_mesh(devices, config.runtime.tensor_parallel_size)
+    mesh = make_mesh(devices, *config.runtime.mesh_sizes)
     dtype = jnp.dtype(config.model.dtype)
     split = split_decoder(spec, dtype, mesh)
+    spec = split.spec
     free_before_bytes = device_memory(devices[0])
     check_weights_fit(split, free_before_bytes, config)
     lap("devices")
@@ -121,13 +129,17 @@ def start_runner(
 
 def check_weights_fit(split: SplitDecoder, limit_bytes: int, config: Config) -> None:
     """Refuse before anything is allocated."""
-    weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in split.leaves)
-    per_device = weights_bytes / config.runtime.tensor_parallel_size
+    per_device = device_bytes(split)
     if per_device > limit_bytes:
         raise DeviceError(
             f"the weights take {per_device / 1e9:.2f} GB a device in {config.model.dtype}, "
             f"and {limit_bytes / 1e9:.2f} GB are there"
         )
+
+
+def device_bytes(split: SplitDecoder) -> int:
+    """Memory of the weights on each device."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in split.leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +170,7 @@ def compile_fitting(
     dtype = jnp.dtype(config.model.dtype)
     workspace_bytes = estimate_workspace_bytes(spec, config)
     for _ in range(3):
-        request = pool_request(spec, config, dtype)
+        request = pool_request(spec, config, dtype, split.placement)
         num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
         shape = make_shape(config, num_pages, vocab_size)
         options = StepOptions(shape, device_of(device), config.runtime.attention)
@@ -177,7 +189,7 @@ def compile_fitting(
             for bucket in buckets
             if bucket.program is not Program.SCORED
         }
-    lowerings |= lower_installs(shapes, spec.vocab_size, mesh)
+    lowerings |= lower_installs(shapes, shape.lanes, spec.vocab_size, mesh)
     compiled = compile_all(
         lowerings,
         threads=max(1, min(8, os.cpu_count() or 1)),
@@ -215,15 +227,20 @@ def make_shape(config: Config, num_pages: int, vocab_size: int) -> Shape:
         vocab_size=vocab_size,
         max_logprobs=min(config.runtime.max_logprobs, vocab_size),
         max_model_len=longest,
+        lanes=config.runtime.data_parallel_size,
     )
 
 
-def pool_request(spec: ModelSpec, config: Config, dtype: jnp.dtype) -> PoolRequest:
+def pool_request(spec: ModelSpec, config: Config, dtype: jnp.dtype, placement: Placement) -> PoolRequest:
     """What the pool is sized from, per device."""
-    shapes = spec.attention.cache_shapes(1, config.cache.page_size_tokens)
-    page_bytes = spec.num_layers * sum(int(np.prod(dims)) for dims in shapes) * dtype.itemsize
+    attention = spec.attention
+    elements = sum(
+        int(np.prod(dims)) // placement.size([axis for cut in cuts for axis in cut])
+        for dims in attention.cache_shapes(1, config.cache.page_size_tokens)
+        for cuts in [[placement.axes(name, n) for name, n in zip(attention.cache_axes()[1:], dims[1:], strict=True)]]
+    )
     return PoolRequest(
-        page_bytes=page_bytes // config.runtime.tensor_parallel_size,
+        page_bytes=spec.num_layers * elements * dtype.itemsize,
         page_size_tokens=config.cache.page_size_tokens,
         max_model_len=config.model.max_model_len or spec.max_len,
         max_num_seqs=config.schedule.max_num_seqs,
@@ -247,9 +264,8 @@ def size_pool(
     if config.runtime.device == "cpu":
         share_bytes = min(int(device_memory(device) * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
         return pool_pages(request, share_bytes, 0, 0)
-    weights_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in split.leaves) // mesh.devices.size
     probe = state_shapes(spec, make_shape(config, pages_per_sequence(request), spec.vocab_size), jnp.float32, mesh)
-    used_bytes = weights_bytes + state_bytes(probe)
+    used_bytes = device_bytes(split) + state_bytes(probe)
     return pool_pages(request, limit_bytes, used_bytes, workspace_bytes)
 
 
@@ -261,6 +277,8 @@ def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
     tokens, rows = config.schedule.max_num_batched_tokens, config.schedule.max_num_seqs
     logits_bytes = 4 * spec.vocab_size * 4 * max(rows, 256)
     widest = max(2 * spec.mlp_width, 4 * spec.attention.num_heads * spec.attention.head_dim)
+    if spec.moe is not None:
+        widest = max(widest, spec.moe.rule.top_k * (spec.hidden_size + spec.moe.width))
     return logits_bytes + tokens * widest * 2 * 6 + (256 << 20)
 
 
@@ -293,26 +311,37 @@ def lower_step(
     split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh, plain: bool = False
 ) -> Callable[[], jax.stages.Lowered]:
     """A function that lowers the bucket's step; every placement is fixed here, so warm-up and serving agree."""
-    everywhere = sharding(mesh)
-    vector = jax.ShapeDtypeStruct((Layout(bucket, options.shape).words,), jnp.int32, sharding=everywhere)
-    places = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    jitted = jax.jit(make_step(split, bucket, options, plain), donate_argnums=1, out_shardings=(places, everywhere))
-    return lambda: jitted.lower(list(split.leaves), shapes, vector)
+    by_lane = sharding(mesh, "data")
+    words = Layout(bucket, options.shape).words
+    vector = jax.ShapeDtypeStruct((options.shape.lanes, words), jnp.int32, sharding=by_lane)
+    leaves, places = list(split.leaves), jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    step = on_mesh(
+        make_step(split, bucket, options, plain),
+        mesh,
+        in_specs=(specs_of(leaves), specs_of(shapes), BY_LANE),
+        out_specs=(specs_of(shapes), BY_LANE),
+    )
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(places, by_lane))
+    return lambda: jitted.lower(leaves, shapes, vector)
 
 
-def lower_installs(shapes: State, vocab_rows: int, mesh: Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
+def lower_installs(
+    shapes: State, lanes: int, vocab_rows: int, mesh: Mesh
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """The two programs that fill slots."""
-    everywhere = sharding(mesh)
-    rows = jax.ShapeDtypeStruct((INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=everywhere)
-    wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(vocab_rows))
+    everywhere, by_lane = sharding(mesh), sharding(mesh, "data")
+    rows = jax.ShapeDtypeStruct((lanes, INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=by_lane)
+    wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(lanes, vocab_rows))
+    wide = replace(wide, slot_Z=replace_sharding(wide.slot_Z, by_lane))
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
     programs = {"install_plain": (install_plain, rows), "install_wide": (install_wide, wide)}
-    return {
-        name: lambda fn=fn, argument=argument: jax.jit(fn, donate_argnums=0, out_shardings=places).lower(
-            shapes.slots, argument
-        )
-        for name, (fn, argument) in programs.items()
-    }
+
+    def lower(function: Callable, argument: Any) -> jax.stages.Lowered:
+        specs = specs_of(shapes.slots)
+        mapped = on_mesh(function, mesh, in_specs=(specs, specs_of(argument)), out_specs=specs)
+        return jax.jit(mapped, donate_argnums=0, out_shardings=places).lower(shapes.slots, argument)
+
+    return {name: functools.partial(lower, *program) for name, program in programs.items()}
 
 
 def replace_sharding(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

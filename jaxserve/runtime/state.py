@@ -2,6 +2,9 @@
 
 Every table has S + 1 rows: row S is scratch, so that rows of padding have somewhere harmless to write. The state is
 donated to each step and comes back from it; nothing here may be read after the next dispatch.
+
+Under data parallelism each lane has slots, pages and tables of its own: the first dimension of every array is cut over
+the mesh's data axis, and a step sees its lane's part, with ids that count from 0.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.batch import Install, Shape
 from jaxserve.layers.paged import Cache
-from jaxserve.mesh import sharding
+from jaxserve.mesh import Placement, sharding
 from jaxserve.models.spec import ModelSpec
 from jaxserve.request import MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
@@ -60,24 +63,25 @@ class SlotTables:
 class State:
     """The whole of it; a pytree, donated."""
 
-    caches: list[Cache]  # one pair a layer, in layer order
+    caches: list[Cache]  # one tuple a layer, in layer order
     table_SM: jax.Array  # int32 [S+1, M] block tables
     slots: SlotTables
 
 
 def state_shapes(spec: ModelSpec, shape: Shape, dtype: jnp.dtype, mesh: Mesh) -> State:
-    """The State as ShapeDtypeStructs with shardings."""
-    rows, words = shape.num_slots + 1, -(-spec.vocab_size // 32)
-    everywhere = sharding(mesh)
+    """The State as ShapeDtypeStructs with shardings: all lanes' rows one after the other."""
+    rows, words = shape.lanes * (shape.num_slots + 1), -(-spec.vocab_size // 32)
+    by_lane, placement = sharding(mesh, "data"), Placement.of(mesh)
 
-    def array(kind: jnp.dtype, *dims: int, place: NamedSharding = everywhere) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, kind, sharding=place)
+    def array(kind: jnp.dtype, *dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, kind, sharding=by_lane)
 
-    paged = sharding(mesh, *spec.attention.cache_axes())
-    pair = tuple(
-        array(dtype, *dims, place=paged)
-        for dims in spec.attention.cache_shapes(shape.num_pages, shape.page_size_tokens)
-    )
+    def cache(dims: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        place = NamedSharding(mesh, placement.spec(spec.attention.cache_axes(), dims))
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
+
+    pages = shape.lanes * shape.num_pages
+    layer = tuple(cache(dims) for dims in spec.attention.cache_shapes(pages, shape.page_size_tokens))
     slots = SlotTables(
         last_token_S=array(jnp.int32, rows),
         integer_SI=array(jnp.int32, rows, 3),
@@ -93,7 +97,7 @@ def state_shapes(spec: ModelSpec, shape: Shape, dtype: jnp.dtype, mesh: Mesh) ->
         prompt_SW=array(jnp.uint32, rows, words),
         count_SV=array(jnp.int32, rows, spec.vocab_size),
     )
-    return State([pair] * spec.num_layers, array(jnp.int32, rows, shape.max_pages_per_seq), slots)
+    return State([layer] * spec.num_layers, array(jnp.int32, rows, shape.max_pages_per_seq), slots)
 
 
 def make_state(shapes: State, cache_fill: float = 0.0) -> State:
@@ -110,9 +114,9 @@ def make_state(shapes: State, cache_fill: float = 0.0) -> State:
 
 
 def state_bytes(shapes: State) -> int:
-    """Device memory of the state without its caches."""
+    """Memory of the state without its caches, on each device."""
     leaves = jax.tree.leaves(dataclasses.replace(shapes, caches=[]))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def row_flags(install: Install) -> int:
@@ -126,12 +130,16 @@ def row_flags(install: Install) -> int:
     )
 
 
-def plain_rows(installs: list[Install], num_slots: int) -> np.ndarray:
-    """Up to INSTALL_ROWS slots as one int32 array [INSTALL_ROWS, PLAIN_WORDS]; unused rows go to the scratch slot."""
-    rows = np.zeros((INSTALL_ROWS, PLAIN_WORDS), np.int32)
-    rows[:, 0] = num_slots
-    rows[:, -MAX_STOP_TOKEN_IDS:] = NO_TOKEN
-    for row, install in zip(rows, installs, strict=False):
+def plain_rows(installs: list[Install], shape: Shape) -> np.ndarray:
+    """Up to INSTALL_ROWS slots as one int32 array [lanes, INSTALL_ROWS, PLAIN_WORDS], each in its lane's part.
+
+    Unused rows go to the scratch slot.
+    """
+    rows_ZIW = np.zeros((shape.lanes, INSTALL_ROWS, PLAIN_WORDS), np.int32)
+    rows_ZIW[:, :, 0] = shape.num_slots
+    rows_ZIW[:, :, -MAX_STOP_TOKEN_IDS:] = NO_TOKEN
+    for index, install in enumerate(installs):
+        row = rows_ZIW[install.lane, index]
         row[:4] = install.slot, install.top_k, install.min_position, row_flags(install)
         row[4:10].view(np.float32)[:] = (
             install.temperature,
@@ -143,11 +151,12 @@ def plain_rows(installs: list[Install], num_slots: int) -> np.ndarray:
         )
         row[10:12].view(np.uint32)[:] = install.seed >> 32, install.seed & 0xFFFFFFFF
         row[12 : 12 + len(install.masked_until_min)] = install.masked_until_min
-    return rows
+    return rows_ZIW
 
 
-def install_plain(slots: SlotTables, row_IW: jax.Array) -> SlotTables:
-    """Write the narrow columns of up to INSTALL_ROWS slots (see `plain_rows`)."""
+def install_plain(slots: SlotTables, rows_ZIW: jax.Array) -> SlotTables:
+    """Write the narrow columns of up to INSTALL_ROWS slots of this lane (see `plain_rows`; Z is 1)."""
+    row_IW = rows_ZIW[0]
     slot_I = row_IW[:, 0]
     bits = jax.lax.bitcast_convert_type
     return dataclasses.replace(
@@ -163,7 +172,7 @@ def install_plain(slots: SlotTables, row_IW: jax.Array) -> SlotTables:
 class WideRow:
     """One slot's wide rows on the host."""
 
-    slot: np.ndarray  # int32 []
+    slot_Z: np.ndarray  # int32 [lanes]: the slot in its own lane, the scratch slot in the others
     recent: np.ndarray
     bias_id: np.ndarray
     bias: np.ndarray
@@ -177,8 +186,10 @@ class WideRow:
 jax.tree_util.register_dataclass(WideRow)
 
 
-def wide_row(install: Install, vocab_rows: int) -> WideRow:
+def wide_row(install: Install, shape: Shape, vocab_rows: int) -> WideRow:
     """What `install_wide` takes for a slot with any ROW_FLAGS; `vocab_rows` is the logits' width."""
+    slot_Z = np.full(shape.lanes, shape.num_slots, np.int32)
+    slot_Z[install.lane] = install.slot
     recent = np.full(RECENT, -1, np.int32)
     tail = install.token_ids[-RECENT:]
     recent[RECENT - len(tail) :] = tail
@@ -198,9 +209,7 @@ def wide_row(install: Install, vocab_rows: int) -> WideRow:
     prompt = np.zeros(vocab_rows, bool)
     prompt[install.token_ids[: install.num_prompt_tokens]] = True
     count = np.bincount(install.token_ids[install.num_prompt_tokens :], minlength=vocab_rows).astype(np.int32)
-    return WideRow(
-        np.int32(install.slot), recent, bias_id, bias, prefix, last, pack_bits(allowed), pack_bits(prompt), count
-    )
+    return WideRow(slot_Z, recent, bias_id, bias, prefix, last, pack_bits(allowed), pack_bits(prompt), count)
 
 
 def pack_bits(flags: np.ndarray) -> np.ndarray:
@@ -217,8 +226,8 @@ def unpack_bits(word_QW: jax.Array, vocab_rows: int) -> jax.Array:
 
 
 def install_wide(slots: SlotTables, row: WideRow) -> SlotTables:
-    """Write one slot's wide rows."""
-    slot = row.slot
+    """Write one slot's wide rows, in its lane."""
+    slot = row.slot_Z[0]
     return dataclasses.replace(
         slots,
         recent_SI=slots.recent_SI.at[slot].set(row.recent),
@@ -232,11 +241,11 @@ def install_wide(slots: SlotTables, row: WideRow) -> SlotTables:
     )
 
 
-def wide_row_shapes(vocab_rows: int) -> WideRow:
+def wide_row_shapes(lanes: int, vocab_rows: int) -> WideRow:
     """WideRow as ShapeDtypeStructs."""
     words = -(-vocab_rows // 32)
     dims = {
-        "slot": ((), jnp.int32),
+        "slot_Z": ((lanes,), jnp.int32),
         "recent": ((RECENT,), jnp.int32),
         "bias_id": ((MAX_LOGIT_BIAS,), jnp.int32),
         "bias": ((MAX_LOGIT_BIAS,), jnp.float32),
@@ -249,7 +258,7 @@ def wide_row_shapes(vocab_rows: int) -> WideRow:
     return WideRow(**{name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in dims.items()})
 
 
-def scratch_row(num_slots: int, vocab_rows: int) -> WideRow:
+def scratch_row(shape: Shape, vocab_rows: int) -> WideRow:
     """A WideRow of zeros for the scratch slot: what the warm-up installs."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), wide_row_shapes(vocab_rows))
-    return dataclasses.replace(zeros, slot=np.int32(num_slots))
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), wide_row_shapes(shape.lanes, vocab_rows))
+    return dataclasses.replace(zeros, slot_Z=np.full(shape.lanes, shape.num_slots, np.int32))

@@ -1,7 +1,10 @@
-"""The pure step programs: (weights, state, batch vector) -> (state, out), with the state donated.
+"""The pure step programs: (weights, state, batch vectors) -> (state, out), with the state donated.
 
 decode[B]: one token a row. mixed[T]: decode rows first, then chunks of prompts. scored[T]: mixed, and the logprobs of
 every packed token. Block table changes are applied first, so that the step itself sees them.
+
+On several devices a step is one `shard_map` over the whole mesh: each device runs this code on its own part of weights,
+caches and slots (those of its lane), and the modules add up what they must.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.batch import Bucket, Layout, Program, Shape
 from jaxserve.layers.paged import Chunks, Paged
 from jaxserve.models.decoder import Decoder, SplitDecoder
 from jaxserve.runtime.sample import Sampled, Scores, sample, sample_plain, score
 from jaxserve.runtime.state import SlotTables, State
+from jaxserve.runtime.vocab import Vocab
 from pallas_kernels.device import Device
 
 Step = Callable[[list[jax.Array], State, jax.Array], tuple[State, "Out"]]
@@ -25,7 +30,7 @@ Step = Callable[[list[jax.Array], State, jax.Array], tuple[State, "Out"]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Out:
-    """A step's outputs; arrays of their own, since the donated state cannot be read after the next dispatch."""
+    """A step's outputs, a lane a leading row; own arrays, since the donated state cannot be read after the next one."""
 
     sampled: Sampled
     prompt_scores: Scores | None  # scored programs only, one row a packed token
@@ -43,16 +48,37 @@ class StepOptions:
 def make_step(split: SplitDecoder, bucket: Bucket, options: StepOptions, plain: bool = False) -> Step:
     """The function to jit for this bucket, named after it so that profiles and cache entries can be told apart.
 
+    The batch is one vector a lane, int32 [lanes, words]; inside the step there is one lane.
     `plain`: for steps whose flags are none but FLAG_RANDOM (see `sample_plain`).
     """
     layout = Layout(bucket, options.shape)
     body = decode if bucket.program is Program.DECODE else mixed
 
-    def step(leaves: list[jax.Array], state: State, vector: jax.Array) -> tuple[State, Out]:
-        return body(split.merge(leaves), state, layout.views(vector), options, bucket, plain)
+    def step(leaves: list[jax.Array], state: State, vector_ZW: jax.Array) -> tuple[State, Out]:
+        batch = layout.views(vector_ZW[0])
+        state, out = body(split.merge(leaves), state, batch, options, bucket, plain)
+        return state, jax.tree.map(lambda array: array[None], out)
 
     step.__name__ = f"{bucket.program.value}_{bucket.rows}{'_plain' if plain else ''}"
     return step
+
+
+def on_mesh[F: Callable](function: F, mesh: Mesh, in_specs: tuple, out_specs: object) -> F:
+    """The function as every device of the mesh runs it on its own part; itself where there is one device."""
+    if mesh.size == 1:
+        return function
+    # check_vma would ask every kernel to say along which axes its outputs vary.
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped.__name__ = function.__name__
+    return mapped
+
+
+def specs_of(shapes: object) -> object:
+    """The PartitionSpecs of a tree of ShapeDtypeStructs with shardings."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
+
+
+BY_LANE = PartitionSpec("data")  # of everything that a step gets and gives besides the weights
 
 
 def decode(
@@ -68,6 +94,7 @@ def decode(
     paged = Paged(
         options.device,
         options.attention,
+        live_B,
         page_B,
         offset_B,
         table_BM,
@@ -92,6 +119,7 @@ def mixed(
     paged = Paged(
         options.device,
         options.attention,
+        slot_T < shape.num_slots,
         page_T,
         offset_T,
         table_BM=table_SM[slot_T[:rows]],
@@ -120,11 +148,16 @@ def draw_tokens(
     plain: bool,
 ) -> tuple[SlotTables, Sampled]:
     """Head and sampler over the rows that need a token."""
-    logits_QV = model.logits(hidden_QD)
+    logits_QV, sizes = model.logits(hidden_QD), {"vocab": vocab_of(model), "vocab_size": shape.vocab_size}
     if plain:
-        return sample_plain(logits_QV, slot_Q, position_Q, state.slots, vocab_size=shape.vocab_size)
-    flags, sizes = batch["flags"][0], {"vocab_size": shape.vocab_size, "num_top": shape.max_logprobs}
-    return sample(logits_QV, slot_Q, position_Q, state.slots, flags, **sizes)
+        return sample_plain(logits_QV, slot_Q, position_Q, state.slots, **sizes)
+    flags = batch["flags"][0]
+    return sample(logits_QV, slot_Q, position_Q, state.slots, flags, num_top=shape.max_logprobs, **sizes)
+
+
+def vocab_of(model: Decoder) -> Vocab:
+    """How the model's logits are cut over the devices."""
+    return Vocab(model.spec.vocab_size, model.embed.axes, model.placement.size(model.embed.axes))
 
 
 def updated_table(table_SM: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
@@ -141,5 +174,6 @@ def places(table_SM: jax.Array, slot_T: jax.Array, position_T: jax.Array, shape:
 def score_prompt(model: Decoder, hidden_TD: jax.Array, target_T: jax.Array, shape: Shape) -> Scores:
     """Logprobs of each packed token's successor; rows without one (target -1) hold numbers that nobody reads."""
     raw_TV = model.logits(hidden_TD)
-    raw_TV = jnp.where(jnp.arange(raw_TV.shape[1]) < shape.vocab_size, raw_TV, -jnp.inf)
-    return score(raw_TV, jnp.maximum(target_T, 0), shape.max_logprobs)
+    vocab = vocab_of(model)
+    raw_TV = jnp.where(vocab.ids() < shape.vocab_size, raw_TV, -jnp.inf)
+    return score(raw_TV, jnp.maximum(target_T, 0), vocab, shape.max_logprobs)

@@ -20,7 +20,7 @@ def load_weights(split: SplitDecoder, load: Load) -> list[jax.Array]:
 
     Raises CheckpointError where the loader brings less, more, or something else than was asked for.
     """
-    wanted = dict(zip(split.names, split.leaves, strict=True))
+    wanted = dict(zip(split.names, split.stored, strict=True))
     arrays = load(wanted)
     if arrays.keys() != wanted.keys():
         missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
@@ -29,7 +29,7 @@ def load_weights(split: SplitDecoder, load: Load) -> list[jax.Array]:
         got = arrays[name]
         if not isinstance(got, jax.Array) or (got.shape, got.dtype) != (want.shape, want.dtype):
             raise CheckpointError(f"{name}: got {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}")
-    return [arrays[name] for name in split.names]
+    return [split.finish(name, arrays[name], leaf) for name, leaf in zip(split.names, split.leaves, strict=True)]
 
 
 def random_weights(split: SplitDecoder, seed: int) -> list[jax.Array]:

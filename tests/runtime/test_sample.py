@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxserve.batch import (
     FLAG_FILTER,
@@ -20,7 +22,7 @@ from jaxserve.batch import (
 )
 from jaxserve.layers.gqa import GqaSpec
 from jaxserve.layers.rope import RopeSpec
-from jaxserve.mesh import make_mesh
+from jaxserve.mesh import make_mesh, sharding
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runtime.sample import largest_threshold, ordered_bits, sample, sample_plain
 from jaxserve.runtime.state import (
@@ -33,9 +35,22 @@ from jaxserve.runtime.state import (
     state_shapes,
     wide_row,
 )
+from jaxserve.runtime.vocab import Vocab
 
 WIDTH, VOCAB, SLOTS, TOP = 128, 100, 4, 5
-SPEC = ModelSpec(8, 1, WIDTH, 1e-6, True, 64, GqaSpec(1, 1, 8, RopeSpec(1e4, 8)), 8, (), None, "float32")
+SPEC = ModelSpec(
+    hidden_size=8,
+    num_layers=1,
+    vocab_size=WIDTH,
+    rms_eps=1e-6,
+    tie_embeddings=True,
+    max_len=64,
+    attention=GqaSpec(1, 1, 8, RopeSpec(1e4, 8)),
+    mlp_width=8,
+    eos_token_ids=(),
+    bos_token_id=None,
+    dtype="float32",
+)
 SHAPE = Shape(SLOTS, 4, 16, 4, 2, VOCAB, TOP, 64)
 
 NEUTRAL = dict(
@@ -68,16 +83,32 @@ def slots() -> SlotTables:
 
 
 def filled(slots: SlotTables, *installs: Install) -> SlotTables:
-    slots = install_plain(slots, jnp.asarray(plain_rows(list(installs), SLOTS)))
+    slots = install_plain(slots, jnp.asarray(plain_rows(list(installs), SHAPE)))
     for one in installs:
         if row_flags(one):
-            slots = install_wide(slots, wide_row(one, WIDTH))
+            slots = install_wide(slots, wide_row(one, SHAPE, WIDTH))
     return slots
 
 
-@jax.jit
-def run(raw: jax.Array, slot: jax.Array, position: jax.Array, slots: SlotTables, flags: jax.Array):
-    return sample(raw, slot, position, slots, flags, vocab_size=VOCAB, num_top=TOP)
+def sampler(vocab: Vocab):
+    """The step's sampler, jitted; over a vocabulary that is cut, on as many devices."""
+    function = partial(sample, vocab=vocab, vocab_size=VOCAB, num_top=TOP)
+    if vocab.shards == 1:
+        return jax.jit(function)
+    mesh, everywhere = make_mesh(jax.devices(), tensor=vocab.shards), PartitionSpec()
+    in_specs = (PartitionSpec(None, "tensor"), *[everywhere] * 4)
+    cut = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=everywhere, check_vma=False))
+    return lambda *arrays: cut(*jax.device_put(arrays, sharding(mesh)))
+
+
+SAMPLERS = {shards: sampler(Vocab(WIDTH, ("tensor",) if shards > 1 else (), shards)) for shards in (1, 4)}
+run = SAMPLERS[1]
+
+
+@pytest.fixture(autouse=True, params=SAMPLERS, ids=lambda shards: f"vocabulary in {shards}")
+def on_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with the whole vocabulary on one device, and with it cut over four."""
+    monkeypatch.setattr(sys.modules[__name__], "run", SAMPLERS[request.param])
 
 
 ALL = FLAG_FILTER | FLAG_PENALTY | FLAG_MASK | FLAG_LOGPROBS | FLAG_RANDOM
@@ -274,9 +305,11 @@ def test_the_plain_form_draws_the_same_tokens(slots: SlotTables) -> None:
     slots = filled(slots, install(0), install(1, temperature=1.0, seed=4), install(2, temperature=0.3, seed=5))
     rows, positions = jnp.arange(3), jnp.array([5, 6, 7])
     full_slots, full = run(raw, rows, positions, slots, jnp.int32(FLAG_RANDOM))
-    plain_slots, plain = jax.jit(partial(sample_plain, vocab_size=VOCAB))(raw, rows, positions, slots)
+    plain_slots, plain = jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB))(
+        raw, rows, positions, slots
+    )
     assert np.array_equal(full.token_bad_2Q, plain.token_bad_2Q)
     assert all(map(np.array_equal, jax.tree.leaves(full_slots), jax.tree.leaves(plain_slots)))
-    assert "conditional" not in jax.jit(partial(sample_plain, vocab_size=VOCAB)).lower(
+    assert "conditional" not in jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB)).lower(
         raw, rows, positions, slots
     ).as_text("hlo")

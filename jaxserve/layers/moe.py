@@ -1,0 +1,75 @@
+"""Mixture of experts (arXiv 2401.06066): a float32 router, sorted rows through grouped products, shared experts.
+
+Every device routes all rows alike and computes those of its own experts; what each makes is a part of one sum. No row
+is ever dropped: the sorted order holds all T x J assignments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.layers.linear import contract, parameter
+from jaxserve.layers.mlp import GatedMlp
+from jaxserve.layers.paged import Paged
+from jaxserve.mesh import Placement, index, total
+from pallas_kernels.grouped_gemm.contract import down, gate_up
+from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route, sort_by_expert
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Sizes and rule of one mixture-of-experts layer."""
+
+    num_experts: int
+    width: int  # of each expert
+    shared_width: int  # of all shared experts together; 0: there are none
+    rule: RouteRule
+    bias: bool  # a correction bias that only decides which experts are chosen
+
+
+class MoeMlp(nnx.Module):
+    """shared(x) + sum of weight_j * expert_j(x) over the chosen experts."""
+
+    def __init__(self, hidden: int, spec: MoeSpec, dtype: jnp.dtype, placement: Placement) -> None:
+        self.spec = spec
+        experts, width = spec.num_experts, spec.width
+        self.expert_axes = placement.axes("experts", experts)
+        self.axes = self.expert_axes + placement.axes("expert_mlp", width)
+        self.local_experts = experts // placement.size(self.expert_axes)
+        # In float32 whatever the model's dtype: close scores would tie in bfloat16 and choose other experts.
+        self.router = parameter((experts, hidden), (None, "embed"), jnp.dtype(jnp.float32))
+        self.router_bias = parameter((experts,), (None,), jnp.dtype(jnp.float32)) if spec.bias else None
+        gate_axes = ("experts", None, "expert_mlp", "embed")
+        self.experts_gate_up = parameter((experts, 2, width, hidden), gate_axes, dtype)
+        self.experts_down = parameter((experts, hidden, width), ("experts", "embed", "expert_mlp"), dtype)
+        self.shared = GatedMlp(hidden, spec.shared_width, dtype, placement) if spec.shared_width else None
+
+    def __call__(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        routed = self.routed(x_TD, paged)
+        if self.shared is None:
+            return total(routed, self.axes)
+        shared = self.shared.partial(x_TD)
+        if self.shared.axes == self.axes:
+            return total(routed + shared, self.axes)
+        return total(routed, self.axes) + total(shared, self.shared.axes)
+
+    def routed(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+        """This device's part of the routed experts' sum; rows of padding go to no expert, whose weights they would have
+        read for nothing."""
+        device = paged.device
+        logits_TX = contract(x_TD.astype(jnp.float32), self.router[...], 1)
+        bias_X = None if self.router_bias is None else self.router_bias[...]
+        expert_TJ, weight_TJ = moe_route(logits_TX, bias_X, self.spec.rule, device=device)
+        expert_TJ = jnp.where(paged.live_T[:, None], expert_TJ, -1)
+        first = index(self.expert_axes) * self.local_experts
+        order = sort_by_expert(expert_TJ, first=first, count=self.local_experts)
+        weight_A = jnp.zeros(order.row_A.shape, jnp.float32)
+        weight_A = weight_A.at[order.place_TJ].set(weight_TJ, mode="drop")
+        h_AF = gate_up(x_TD, order.row_A, self.experts_gate_up[...], order.size_X, device=device)
+        y_AD = down(h_AF, self.experts_down[...], order.size_X, weight_A, device=device)
+        return combine(y_AD, order.place_TJ, dtype=x_TD.dtype)
