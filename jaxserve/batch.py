@@ -1,4 +1,4 @@
-"""What one device step is given and what it gives back; one int32 vector a step travels to the device.
+"""What one device step is given and what it gives back; one int32 vector a step and lane travels to the device.
 
 Dimension keys of the whole project (array names end in them):
     T  packed tokens of a step          B  rows of a decode step       S  request slots (max_num_seqs)
@@ -8,6 +8,10 @@ Dimension keys of the whole project (array names end in them):
     G  query heads a kv head            E  head dimension              F  feed-forward width
     V  vocabulary (padded)              W  words of a vocabulary bit mask, 32 ids each
     L  top logprobs                     X  experts
+    Z  lanes
+
+A lane is one rank of data parallelism: slots, pages and block tables of its own, under the same program as all others.
+Slot and page ids are the lane's: each lane counts its own from 0, and all sizes here but Z are those of one lane.
 
 Rows that pad a bucket name slot S (one past the last: a scratch row of every table) and page P (one past the pool: the
 write is dropped). Never -1: a negative page wraps round and overwrites the last page.
@@ -31,7 +35,7 @@ class Program(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The static sizes that all programs of one engine share."""
+    """The static sizes that all programs of one engine share; those of slots, pages and chunks are a lane's."""
 
     num_slots: int  # S
     num_pages: int  # P
@@ -41,11 +45,12 @@ class Shape:
     vocab_size: int  # ids that may be sampled: the tokenizer's, at most the logits' width
     max_logprobs: int  # L
     max_model_len: int  # tokens
+    lanes: int = 1  # Z
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One compiled program: its kind and its number of rows (B for decode, T for the others)."""
+    """One compiled program: its kind and its number of rows in each lane (B for decode, T for the others)."""
 
     program: Program
     rows: int
@@ -53,7 +58,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A named piece of the step's int32 vector."""
+    """A named piece of a lane's int32 vector."""
 
     name: str
     offset: int
@@ -65,7 +70,8 @@ class Field:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-# Flags in Layout's `flags` field: what some row of the step needs, so that the program may skip the rest.
+# Flags in Layout's `flags` field: what some row of the step needs, so that the program may skip the rest. Every lane's
+# vector has those of all lanes: what is skipped must be the same everywhere, or collectives would wait for ever.
 FLAG_FILTER = 1  # top_k, top_p or min_p
 FLAG_PENALTY = 2  # a penalty other than neutral
 FLAG_MASK = 4  # allowed, banned, bias, bad words, min_tokens
@@ -75,7 +81,7 @@ FLAGS_WORD = 0  # where `flags` lies in every layout
 
 
 class Layout:
-    """Where each field of a bucket's vector lies. The same object packs on the host and unpacks in the program.
+    """Where each field of a lane's vector lies. The same object packs on the host and unpacks in the program.
 
     Fields of decode[B] (Q = B):
       flags [1]; slot_B; position_B (of the token that is fed: the number of tokens already in the cache);
@@ -119,13 +125,15 @@ class Layout:
         self.words += self.fields[name].count
 
     def empty(self) -> np.ndarray:
-        """A fresh vector, int32 [words], that pads every row: nothing is computed for anyone, nothing is written."""
+        """A fresh vector of one lane, int32 [words], that pads every row: nothing is computed, nothing is written."""
         vector = np.zeros(self.words, np.int32)
         views = self.views(vector)
         for name in ("slot", "update_slot", "sample_slot", "chunk_slot"):
             if name in views:
                 views[name][...] = self.shape.num_slots
         views["update_page"][...] = self.shape.num_pages
+        if "target" in views:
+            views["target"][...] = -1
         return vector
 
     def views(self, vector: np.ndarray) -> dict[str, np.ndarray]:
@@ -135,10 +143,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step, packed: the bucket and its vector."""
+    """One step, packed: the bucket and its vector, a row for each lane (padded where the lane runs nothing)."""
 
     bucket: Bucket
-    vector: np.ndarray  # int32 [Layout.words]
+    vector: np.ndarray  # int32 [Z, Layout.words]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,24 +174,25 @@ class Install:
     allowed_token_ids: tuple[int, ...] | None
     banned_token_ids: tuple[int, ...]
     bad_sequences: tuple[tuple[int, ...], ...]
+    lane: int = 0  # whose slot it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOut:
-    """One step's results on the host; row q belongs to sample_slot_Q[q] (decode: slot_B[q]).
+    """One step's results on the host; row [z, q] belongs to lane z's sample_slot_Q[q] (decode: slot_B[q]).
 
-    token_ids: int32 [Q]; bad_rows: bool [Q], True where the logits held NaN (the token is then meaningless);
+    token_ids: int32 [Z, Q]; bad_rows: bool [Z, Q], True where the logits held NaN (the token is then meaningless);
     the logprob arrays are None unless FLAG_LOGPROBS was set. Scored programs give score_* for each packed token t:
     the logprob of target_T[t] under the model at token t.
     """
 
     token_ids: np.ndarray
     bad_rows: np.ndarray
-    chosen_logprobs: np.ndarray | None = None  # float32 [Q]
-    chosen_ranks: np.ndarray | None = None  # int32 [Q]
-    top_ids: np.ndarray | None = None  # int32 [Q, L]
-    top_logprobs: np.ndarray | None = None  # float32 [Q, L]
-    score_chosen: np.ndarray | None = None  # float32 [T]
-    score_ranks: np.ndarray | None = None  # int32 [T]
-    score_top_ids: np.ndarray | None = None  # int32 [T, L]
-    score_top: np.ndarray | None = None  # float32 [T, L]
+    chosen_logprobs: np.ndarray | None = None  # float32 [Z, Q]
+    chosen_ranks: np.ndarray | None = None  # int32 [Z, Q]
+    top_ids: np.ndarray | None = None  # int32 [Z, Q, L]
+    top_logprobs: np.ndarray | None = None  # float32 [Z, Q, L]
+    score_chosen: np.ndarray | None = None  # float32 [Z, T]
+    score_ranks: np.ndarray | None = None  # int32 [Z, T]
+    score_top_ids: np.ndarray | None = None  # int32 [Z, T, L]
+    score_top: np.ndarray | None = None  # float32 [Z, T, L]

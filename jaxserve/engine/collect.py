@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.batch import FLAG_LOGPROBS, StepOut
+from jaxserve.engine.lane import Lane
 from jaxserve.engine.ledger import Ledger
-from jaxserve.engine.pack import Packed
+from jaxserve.engine.pack import Packed, PackedLane
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import Finish, Logprobs
 
@@ -15,33 +16,36 @@ NAN_SENTENCE = "the model's logits held NaN at this position; the sequence was e
 
 def collect(ledger: Ledger, packed: Packed, out: StepOut) -> None:
     """Apply one step's results. Rows whose slot was vacated since the dispatch are dropped: an extra token."""
-    ledger.pool.step_collected(packed.step)
-    if packed.is_scored:
-        collect_scores(ledger, packed, out)
-    same_Q = ledger.slots.generation_S[packed.slot_Q] == packed.generation_Q
-    if np.count_nonzero(same_Q) == len(same_Q):
-        row_Q = slice(0, len(same_Q))  # the usual case, without copies
-    else:
-        row_Q = same_Q.nonzero()[0]
-    if len(packed.slot_Q[row_Q]):
-        collect_tokens(ledger, packed, out, row_Q)
-    if ledger.slots.leaving:
-        ledger.requeue_leaving()
+    for lane, part in zip(ledger.lanes, packed.lanes, strict=True):
+        lane.pool.step_collected(packed.step)
+        if packed.is_scored:
+            collect_scores(lane, part, out)
+        same_Q = lane.slots.generation_S[part.slot_Q] == part.generation_Q
+        if np.count_nonzero(same_Q) == len(same_Q):
+            row_Q = slice(0, len(same_Q))  # the usual case, without copies
+        else:
+            row_Q = same_Q.nonzero()[0]
+        if len(part.slot_Q[row_Q]):
+            collect_tokens(ledger, lane, part, out, row_Q, bool(packed.flags & FLAG_LOGPROBS))
+        if lane.slots.leaving:
+            ledger.requeue_leaving(lane)
 
 
-def collect_tokens(ledger: Ledger, packed: Packed, out: StepOut, row_Q: np.ndarray | slice) -> None:
-    """Append the tokens of `row_Q`, end the sequences that are complete, and leave a row for each."""
-    slots = ledger.slots
-    slot_Q, token_Q = packed.slot_Q[row_Q], out.token_ids[row_Q]
-    for chunk, generation in zip(packed.chunks, packed.chunk_generations, strict=True):
+def collect_tokens(
+    ledger: Ledger, lane: Lane, part: PackedLane, out: StepOut, row_Q: np.ndarray | slice, has_logprobs: bool
+) -> None:
+    """Append the tokens of a lane's `row_Q`, end the sequences that are complete, and leave a row for each."""
+    slots = lane.slots
+    slot_Q, token_Q = part.slot_Q[row_Q], out.token_ids[lane.index, row_Q]
+    for chunk, generation in zip(part.plan.chunks, part.chunk_generations, strict=True):
         if chunk.is_last and not chunk.sequence.answered and slots.generation_S[chunk.slot] == generation:
             answer(ledger, chunk.sequence)
     slots.outputs.append(slot_Q, token_Q)
     stopped_Q = slots.stops.match(slot_Q, token_Q)
-    full_Q = packed.position_Q[row_Q] + 1 >= slots.limit_S[slot_Q]
-    bad_Q = out.bad_rows[row_Q]
+    full_Q = part.position_Q[row_Q] + 1 >= slots.limit_S[slot_Q]
+    bad_Q = out.bad_rows[lane.index, row_Q]
     ended_Q = stopped_Q | full_Q | bad_Q
-    entries = row_logprobs(out, row_Q, slots.top_S[slot_Q]) if packed.flags & FLAG_LOGPROBS else {}
+    entries = row_logprobs(out, lane.index, row_Q, slots.top_S[slot_Q]) if has_logprobs else {}
     ledger.generation_tokens += len(slot_Q)
     if not np.count_nonzero(ended_Q):
         ledger.events.add_running(slots.handle_S[slot_Q], token_Q, entries)
@@ -51,8 +55,7 @@ def collect_tokens(ledger: Ledger, packed: Packed, out: StepOut, row_Q: np.ndarr
         kept_entries = {row: entries[i] for row, i in enumerate(kept.tolist()) if i in entries}
         ledger.events.add_running(slots.handle_S[slot_Q[kept]], token_Q[kept], kept_entries)
     for i in ended_Q.nonzero()[0].tolist():
-        sequence = slots.sequences[slot_Q[i]]
-        assert sequence is not None, slot_Q[i]
+        sequence = slots.tenant(int(slot_Q[i]))
         if bad_Q[i]:
             ledger.generation_tokens -= 1
             ledger.finish(sequence, Finish.ERROR, error=NAN_SENTENCE)
@@ -74,39 +77,39 @@ def answer(ledger: Ledger, sequence: Sequence) -> None:
         sequence.scores.clear()
 
 
-def row_logprobs(out: StepOut, row_Q: np.ndarray | slice, top_Q: np.ndarray) -> dict[int, Logprobs]:
-    """By index into `row_Q`, for those that asked (top_Q >= 0): the row's chosen token and its best ones."""
+def row_logprobs(out: StepOut, lane: int, row_Q: np.ndarray | slice, top_Q: np.ndarray) -> dict[int, Logprobs]:
+    """By index into a lane's `row_Q`, for those that asked (top_Q >= 0): the row's chosen token and its best ones."""
     assert out.chosen_logprobs is not None and out.chosen_ranks is not None
     assert out.top_ids is not None and out.top_logprobs is not None
     found = {}
-    rows = np.arange(len(out.token_ids))[row_Q].tolist()
+    rows = np.arange(out.token_ids.shape[1])[row_Q].tolist()
     for i in (top_Q >= 0).nonzero()[0].tolist():
         row, top = rows[i], int(top_Q[i])
         found[i] = Logprobs(
-            out.chosen_logprobs[row : row + 1].copy(),
-            out.chosen_ranks[row : row + 1].copy(),
-            out.top_ids[row : row + 1, :top].copy(),
-            out.top_logprobs[row : row + 1, :top].copy(),
+            out.chosen_logprobs[lane, row : row + 1].copy(),
+            out.chosen_ranks[lane, row : row + 1].copy(),
+            out.top_ids[lane, row : row + 1, :top].copy(),
+            out.top_logprobs[lane, row : row + 1, :top].copy(),
         )
     return found
 
 
-def collect_scores(ledger: Ledger, packed: Packed, out: StepOut) -> None:
-    """Keep the logprobs of each scored chunk's prompt tokens until its prompt is complete."""
+def collect_scores(lane: Lane, part: PackedLane, out: StepOut) -> None:
+    """Keep the logprobs of each of a lane's scored chunks until its prompt is complete."""
     assert out.score_chosen is not None and out.score_ranks is not None
     assert out.score_top_ids is not None and out.score_top is not None
-    for chunk, generation, at in zip(packed.chunks, packed.chunk_generations, packed.chunk_starts, strict=True):
+    for chunk, generation, at in zip(part.plan.chunks, part.chunk_generations, part.chunk_starts, strict=True):
         sequence = chunk.sequence
         targets = min(chunk.tokens, sequence.num_prompt_tokens - 1 - chunk.start)
-        if ledger.slots.generation_S[chunk.slot] != generation or not sequence.wants_scores or targets <= 0:
+        if lane.slots.generation_S[chunk.slot] != generation or not sequence.wants_scores or targets <= 0:
             continue
         rows, top = slice(at, at + targets), sequence.request.prompt_logprobs or 0
         sequence.scores.append(
             Logprobs(
-                out.score_chosen[rows].copy(),
-                out.score_ranks[rows].copy(),
-                out.score_top_ids[rows, :top].copy(),
-                out.score_top[rows, :top].copy(),
+                out.score_chosen[lane.index, rows].copy(),
+                out.score_ranks[lane.index, rows].copy(),
+                out.score_top_ids[lane.index, rows, :top].copy(),
+                out.score_top[lane.index, rows, :top].copy(),
             )
         )
 

@@ -8,19 +8,21 @@ import numpy as np
 
 from jaxserve.batch import Shape
 from jaxserve.engine.events import Events
-from jaxserve.engine.pages import PagePool
+from jaxserve.engine.lane import Lane
 from jaxserve.engine.sequence import Sequence, WaitingQueue, refusal
-from jaxserve.engine.slots import SlotTable
 from jaxserve.request import EventBatch, Finish, Logprobs, TokenRequest
 
 
 class Ledger:
-    """Slots, pages, the queue, and the rows that wait to be emitted, kept consistent with each other."""
+    """Lanes, the queue that they share, and the rows that wait to be emitted, kept consistent with each other.
+
+    There is one queue, and a sequence gets its lane only when it is admitted: how long those before it will run is not
+    known when it comes, and with a queue for each lane one could stand idle beside another's queue.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.slots = SlotTable(shape.num_slots)
-        self.pool = PagePool(shape)
+        self.lanes = tuple(Lane(index, shape) for index in range(shape.lanes))
         self.waiting = WaitingQueue()
         self.live: dict[int, Sequence] = {}  # by handle
         self.events = Events()
@@ -47,42 +49,47 @@ class Ledger:
         if sequence is not None:
             self.finish(sequence, reason)
 
-    def admit(self, sequence: Sequence, slot: int) -> None:
-        """From the queue into the next free slot."""
+    def admit(self, sequence: Sequence, lane: Lane, slot: int) -> None:
+        """From the queue into a lane's next free slot."""
         self.waiting.remove(sequence)
-        self.slots.fill(slot, sequence)
+        sequence.lane = lane.index
+        lane.slots.fill(slot, sequence)
 
-    def preempt(self, slot: int) -> None:
-        """Take a slot's sequence out of the running; its pages come back once nothing of it is in flight."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence out of its slot; the pages come back once nothing of it is in flight."""
         self.preemptions += 1
-        if self.slots.last_step_S[slot] <= self.pool.collected_step:
-            self.requeue(slot)
+        lane, slot = self.lanes[sequence.lane], sequence.slot
+        if lane.slots.last_step_S[slot] <= lane.pool.collected_step:
+            self.requeue(sequence)
         else:  # the token in flight is still its own: collected first
-            self.slots.decoding_S[slot] = False
-            self.slots.prefilling.pop(slot, None)
-            self.slots.leaving.add(slot)
+            lane.slots.decoding_S[slot] = False
+            lane.slots.prefilling.pop(slot, None)
+            lane.slots.leaving.add(slot)
 
-    def requeue(self, slot: int) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """Back to its old place in the queue with all tokens collected so far; what is in flight is dropped."""
-        outputs = self.slots.outputs.of(slot).copy()
-        self.pool.release(slot, int(self.slots.last_step_S[slot]))
-        sequence = self.slots.vacate(slot)
+        lane, slot = self.lanes[sequence.lane], sequence.slot
+        outputs = lane.slots.outputs.of(slot).copy()
+        lane.pool.release(slot, int(lane.slots.last_step_S[slot]))
+        lane.slots.vacate(slot)
         sequence.token_ids = np.concatenate((sequence.token_ids, outputs))
         sequence.preemptions += 1
         sequence.scores.clear()  # a prompt that was not done is scored from its start again
         self.waiting.add(sequence)
 
-    def requeue_leaving(self) -> None:
-        """Requeue the preempted whose last step has been collected."""
-        for slot in [slot for slot in self.slots.leaving if self.slots.last_step_S[slot] <= self.pool.collected_step]:
-            self.requeue(slot)
+    def requeue_leaving(self, lane: Lane) -> None:
+        """Requeue a lane's preempted whose last step has been collected."""
+        for slot in [*lane.slots.leaving]:
+            if lane.slots.last_step_S[slot] <= lane.pool.collected_step:
+                self.requeue(lane.slots.tenant(slot))
 
     def requeue_all(self, void_step: int) -> None:
         """Nothing on the device is trusted any more, and no step up to `void_step` will write again."""
-        self.pool.step_collected(void_step)
-        for slot, sequence in enumerate(self.slots.sequences):
-            if sequence is not None:
-                self.requeue(slot)
+        for lane in self.lanes:
+            lane.pool.step_collected(void_step)
+            for sequence in lane.slots.sequences:
+                if sequence is not None:
+                    self.requeue(sequence)
 
     def finish(
         self,
@@ -94,8 +101,9 @@ class Ledger:
     ) -> None:
         """Every end goes through here: free the pages and the slot, or the place in the queue, and emit the reason."""
         if sequence.slot >= 0:
-            self.pool.release(sequence.slot, int(self.slots.last_step_S[sequence.slot]))
-            self.slots.vacate(sequence.slot)
+            lane = self.lanes[sequence.lane]
+            lane.pool.release(sequence.slot, int(lane.slots.last_step_S[sequence.slot]))
+            lane.slots.vacate(sequence.slot)
         else:
             self.waiting.remove(sequence)
         del self.live[sequence.request.handle]
@@ -113,15 +121,9 @@ class Ledger:
         return events.build()
 
     def check(self) -> None:
-        """Raise AssertionError unless pages, slots and the queue add up."""
-        self.pool.check()
-        held = sum(sequence is not None for sequence in self.slots.sequences)
-        waiting, live, free = len(self.waiting), len(self.live), len(self.slots.free)
-        if held + waiting != live or held + free != self.shape.num_slots:
-            raise AssertionError(
-                f"sequences: live {live} = in slots {held} + waiting {waiting}; slots {self.shape.num_slots} = "
-                f"held {held} + free {free}"
-            )
-        for slot in self.slots.free:
-            if self.pool.owned_S[slot] or self.slots.decoding_S[slot]:
-                raise AssertionError(f"free slot {slot} owns {self.pool.owned_S[slot]} pages")
+        """Raise AssertionError unless the pages and slots of each lane, and the queue, add up."""
+        for lane in self.lanes:
+            lane.check()
+        held = sum(lane.slots.occupied for lane in self.lanes)
+        if held + len(self.waiting) != len(self.live):
+            raise AssertionError(f"sequences: live {len(self.live)} = in slots {held} + waiting {len(self.waiting)}")

@@ -2,6 +2,8 @@
 
     inbox -> ledger -> schedule (Plan) -> pack (Packed) -> runner -> collect -> emit
 
+A step runs all lanes (ranks of data parallelism) at once, in one program.
+
 Step n+1 is planned and dispatched before step n's result is read; a stop is therefore seen one step late and the extra
 token dropped.
 """
@@ -23,7 +25,7 @@ from jaxserve.engine.inbox import Inbox, Work
 from jaxserve.engine.ledger import Ledger
 from jaxserve.engine.meter import Meter
 from jaxserve.engine.pack import Packed, Packer
-from jaxserve.engine.schedule import Limits, Plan, View, schedule
+from jaxserve.engine.schedule import Limits, View, schedule
 from jaxserve.errors import EngineUnavailable, shorten
 from jaxserve.request import Cancel, EngineStats, EventBatch, Finish
 
@@ -113,15 +115,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Figures of this moment; `compilations_after_warmup_total` is the runner's to fill in."""
-        ledger, pool = self.ledger, self.ledger.pool
+        ledger = self.ledger
+        pools = [lane.pool for lane in ledger.lanes]
         return EngineStats(
             step_count=self.step_count,
-            running_requests=ledger.slots.occupied,
+            running_requests=sum(lane.slots.occupied for lane in ledger.lanes),
             waiting_requests=len(ledger.waiting),
-            total_pages=pool.num_pages,
-            live_pages=pool.live_pages,
-            cached_pages=pool.cached_pages,
-            free_pages=pool.free_pages,
+            total_pages=sum(pool.num_pages for pool in pools),
+            live_pages=sum(pool.live_pages for pool in pools),
+            cached_pages=sum(pool.cached_pages for pool in pools),
+            free_pages=sum(pool.free_pages for pool in pools),
             prompt_tokens_total=ledger.prompt_tokens,
             generation_tokens_total=ledger.generation_tokens,
             preemptions_total=ledger.preemptions,
@@ -180,32 +183,20 @@ class Engine:
             else:
                 self.ledger.submit(item, "the engine is draining and takes no new requests" if self._draining else None)
 
-    def _plan(self) -> Plan:
-        ledger = self.ledger
-        return schedule(
-            View(
-                limits=self._limits,
-                slots=ledger.slots,
-                owned_S=ledger.pool.owned_S,
-                free_pages=ledger.pool.free_pages,
-                limbo_pages=ledger.pool.limbo_pages,
-                collected_step=ledger.pool.collected_step,
-                waiting=ledger.waiting,
-                last_was_scored=self._last_was_scored,
-            )
-        )
-
     def _dispatch(self) -> InFlight | None:
         """Plan the next step and start it; None if there is nothing to run."""
-        packed = self._packer.apply(self._plan(), self.ledger, self.step_count + 1)
+        ledger = self.ledger
+        plan = schedule(View(self._limits, ledger.lanes, ledger.waiting, self._last_was_scored))
+        packed = self._packer.apply(plan, ledger, self.step_count + 1)
         if packed is None:
             return None
         self.step_count += 1
         self._last_was_scored = packed.is_scored
         now_s = self._clock()
-        for chunk in packed.chunks:
-            if chunk.sequence.queue_s is None:
-                chunk.sequence.queue_s = max(0.0, now_s - chunk.sequence.request.arrival_s)
+        for part in packed.lanes:
+            for chunk in part.plan.chunks:
+                if chunk.sequence.queue_s is None:
+                    chunk.sequence.queue_s = max(0.0, now_s - chunk.sequence.request.arrival_s)
         try:
             if packed.installs:
                 self._runner.install(packed.installs)
@@ -231,8 +222,9 @@ class Engine:
         """End the step's sequences; the others start over from their tokens, or all end if the runner is gone."""
         self._flush()  # a sequence has one row a batch, and the step before may just have given it one
         sentence = f"step {flight.packed.step} failed on the device: {describe(error)}"
-        log.error("%s; %d sequences end", sentence, len(flight.packed.alive(self.ledger.slots)), exc_info=error)
-        for sequence in flight.packed.alive(self.ledger.slots):
+        ending = flight.packed.alive(self.ledger)
+        log.error("%s; %d sequences end", sentence, len(ending), exc_info=error)
+        for sequence in ending:
             self.ledger.finish(sequence, Finish.ERROR, error=sentence)
         self._in_flight = None
         if not self._runner.recover():

@@ -1,37 +1,40 @@
 """What the next step does: takes a View of the engine, gives `pack` a frozen Plan; decides only, changes nothing.
 
-Rules, in order:
+Rules, in order; a lane is a rank of data parallelism with slots and pages of its own:
 1. Every sequence past its prompt gets one decode row. Where too few pages are free, older rows get theirs first, the
    latest arrivals are preempted (recomputed later), and a row without a page waits a step.
-2. Prompts fill the rest of the token budget in chunks, at most one a sequence and `max_chunks` in all. Half of it goes
-   to the oldest prompt first, the other half to the shortest remainder first: a long prompt always advances, and a
-   short one never waits for its end.
+2. Prompts fill the rest of a lane's token budget in chunks, at most one a sequence and `max_chunks` in all. Half of it
+   goes to the oldest prompt first, the other half to the shortest remainder first: a long prompt always advances, and
+   a short one never waits for its end.
 3. A waiting sequence is admitted with its first chunk, if pages for its whole prompt are free beside what admitted
-   prompts still need and some headroom for decoding. Smaller ones may pass one that does not fit, but at most
-   MAX_PASSED times; nobody passes one that was preempted.
-4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work.
+   prompts still need and some headroom for decoding, in the lane that has the most of them: lanes stay balanced by
+   tokens. Smaller ones may pass one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane; nobody
+   passes one that was preempted in its lane, to which it returns.
+4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work. A lane that has
+   none runs other prompts in a scored step, as far as they go into its bucket.
+5. All lanes run one program in the smallest bucket that takes each of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from jaxserve.batch import Bucket, Program
 from jaxserve.engine.buckets import Buckets
+from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import pages_for
 from jaxserve.engine.sequence import Sequence, WaitingQueue
-from jaxserve.engine.slots import SlotTable
 
-SCANNED_SEQUENCES = 64  # waiting ones that one step looks at
-HEADROOM_PART = 16  # admission leaves at most this part of the pool free for decoding rows to grow into
+SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
+HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a step."""
+    """What bounds a lane's part of a step."""
 
     budget_tokens: int
     max_chunks: int
@@ -42,14 +45,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """All that a decision depends on. Its arrays are the engine's own and are only read."""
+    """All that a decision depends on. Lanes and queue are the engine's own and are only read."""
 
     limits: Limits
-    slots: SlotTable
-    owned_S: np.ndarray  # pages by slot
-    free_pages: int
-    limbo_pages: int  # free after the next collect
-    collected_step: int
+    lanes: tuple[Lane, ...]
     waiting: WaitingQueue
     last_was_scored: bool
 
@@ -68,25 +67,40 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The decode part of a lane's plan, and the pages left for prompts."""
+
+    slot_D: np.ndarray  # int [D]
+    growing_N: np.ndarray  # those of them that get a page
+    preempt: tuple[int, ...]  # slots
+    free_pages: int
+
+    def held_back(self) -> DecodeRows:
+        """No row this time, and the pages that they would have grown into are left."""
+        nobody = self.slot_D[:0]
+        return DecodeRows(nobody, nobody, self.preempt, self.free_pages + len(self.growing_N))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LanePlan:
+    """What one lane does in a step."""
+
+    rows: DecodeRows
+    chunks: tuple[Chunk, ...] = ()
+    passed: tuple[Sequence, ...] = ()  # waiting ones that fit nowhere, here least badly, while later ones might
+
+    @property
+    def tokens(self) -> int:
+        """Rows that it needs in a bucket."""
+        return len(self.rows.slot_D) + sum(chunk.tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One step. `bucket` None: nothing to dispatch."""
 
     bucket: Bucket | None
-    decode_D: np.ndarray  # slots, int [D]
-    growing_N: np.ndarray  # those of them that get a page
-    chunks: tuple[Chunk, ...] = ()
-    preempt: tuple[int, ...] = ()  # slots
-    passed: tuple[Sequence, ...] = ()  # waiting ones that did not fit while later ones might
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
-    """The decode part of a plan, and the pages left for prompts."""
-
-    slot_D: np.ndarray
-    growing_N: np.ndarray
-    preempt: tuple[int, ...]
-    free_pages: int
+    lanes: list[LanePlan]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,48 +115,56 @@ class Candidate:
     tokens: int = 0  # given so far
 
 
+@dataclass(slots=True, eq=False)
+class Prompts:
+    """A lane's prompts, and what it has left for waiting ones."""
+
+    candidates: list[Candidate]
+    spare_pages: int
+    free_slots: int
+    has_barrier: bool = False  # one of the candidates, which no later arrival may pass
+    passed: list[Sequence] = field(default_factory=list)
+
+
 def schedule(view: View) -> Plan:
     """Decide the next step."""
-    rows = decode_rows(view)
-    slots = view.slots
-    if slots.prefilling or (len(view.waiting) and slots.free and rows.free_pages):
-        candidates, passed = prompt_candidates(view, rows)
-        if candidates:
-            return with_chunks(view, rows, candidates, passed)
-        return without_chunks(view, rows, passed)
-    return without_chunks(view, rows)
+    rows = [decode_rows(view.limits, lane) for lane in view.lanes]
+    is_waiting = len(view.waiting) > 0
+    for lane, part in zip(view.lanes, rows, strict=True):
+        if lane.slots.prefilling or (is_waiting and lane.slots.free and part.free_pages):
+            return with_prompts(view, rows, find_prompts(view, rows))
+    return decode_alone(view, [LanePlan(part) for part in rows])
 
 
-def without_chunks(view: View, rows: DecodeRows, passed: tuple[Sequence, ...] = ()) -> Plan:
-    """Decode rows alone, if there are any."""
-    count = len(rows.slot_D)
-    bucket = view.limits.buckets.choose(Program.DECODE, count) if count else None
-    return Plan(bucket, rows.slot_D, rows.growing_N, (), rows.preempt, passed)
+def decode_alone(view: View, plans: list[LanePlan]) -> Plan:
+    """Rule 5 for lanes without chunks."""
+    count = max([len(plan.rows.slot_D) for plan in plans])
+    return Plan(view.limits.buckets.choose(Program.DECODE, count) if count else None, plans)
 
 
-def decode_rows(view: View) -> DecodeRows:
+def decode_rows(limits: Limits, lane: Lane) -> DecodeRows:
     """Rule 1."""
-    slots = view.slots
+    slots, pool = lane.slots, lane.pool
     ready_D = slots.decoding_S.nonzero()[0]
-    growing_N = ready_D[slots.computed_S[ready_D] >= view.owned_S[ready_D] * view.limits.page_size_tokens]
-    if len(growing_N) <= view.free_pages:
-        return DecodeRows(ready_D, growing_N, (), view.free_pages - len(growing_N))
-    victims = choose_victims(view, set(growing_N.tolist()))
-    at_once = [slot for slot in victims if slots.last_step_S[slot] <= view.collected_step]
-    free_pages = view.free_pages + int(view.owned_S[at_once].sum())
-    hungry = sorted(set(growing_N.tolist()).difference(victims), key=lambda slot: arrival_of(slots, slot))
+    growing_N = ready_D[slots.computed_S[ready_D] >= pool.owned_S[ready_D] * limits.page_size_tokens]
+    if len(growing_N) <= pool.free_pages:
+        return DecodeRows(ready_D, growing_N, (), pool.free_pages - len(growing_N))
+    victims = choose_victims(lane, set(growing_N.tolist()))
+    at_once = [slot for slot in victims if slots.last_step_S[slot] <= pool.collected_step]
+    free_pages = pool.free_pages + int(pool.owned_S[at_once].sum())
+    hungry = sorted(set(growing_N.tolist()).difference(victims), key=lambda slot: slots.tenant(slot).arrival)
     fed, starved = hungry[:free_pages], hungry[free_pages:]
     rows = sorted(set(ready_D.tolist()).difference(victims, starved))
     return DecodeRows(np.array(rows, np.int64), np.array(fed, np.int64), tuple(victims), free_pages - len(fed))
 
 
-def choose_victims(view: View, hungry: set[int]) -> list[int]:
+def choose_victims(lane: Lane, hungry: set[int]) -> list[int]:
     """The latest arrivals whose pages, with those that come free anyway, feed the `hungry` slots that stay.
 
     The oldest sequence is never among them: alone it fits, so whoever else holds pages is enough.
     """
-    slots = view.slots
-    shortage_pages = len(hungry) - view.free_pages - view.limbo_pages
+    slots, pool = lane.slots, lane.pool
+    shortage_pages = len(hungry) - pool.free_pages - pool.limbo_pages
     running = []
     for slot, sequence in enumerate(slots.sequences):
         if sequence is None:
@@ -150,84 +172,119 @@ def choose_victims(view: View, hungry: set[int]) -> list[int]:
         if slots.decoding_S[slot] or slot in slots.prefilling:
             running.append(slot)
         else:  # ending or leaving: it gives its pages back at the next collect
-            shortage_pages -= int(view.owned_S[slot])
+            shortage_pages -= int(pool.owned_S[slot])
     victims = []
-    for slot in sorted(running, key=lambda slot: -arrival_of(slots, slot)):
+    for slot in sorted(running, key=lambda slot: -slots.tenant(slot).arrival):
         if shortage_pages <= 0:
             break
-        if view.owned_S[slot]:
+        if pool.owned_S[slot]:
             victims.append(slot)
-            shortage_pages -= int(view.owned_S[slot]) + (slot in hungry)
+            shortage_pages -= int(pool.owned_S[slot]) + (slot in hungry)
     return victims
 
 
-def arrival_of(slots: SlotTable, slot: int) -> int:
-    """The arrival rank of the sequence in an occupied slot."""
-    sequence = slots.sequences[slot]
-    assert sequence is not None, slot
-    return sequence.arrival
+def find_prompts(view: View, rows: list[DecodeRows]) -> list[Prompts]:
+    """By lane: admitted prompts and the waiting ones that fit (rule 3), by arrival."""
+    prompts = [admitted_prompts(view.limits, lane, part) for lane, part in zip(view.lanes, rows, strict=True)]
+    for sequence in islice(view.waiting, SCANNED_SEQUENCES * len(prompts)):
+        if not offer(sequence, view.limits, prompts):
+            break
+    for part in prompts:
+        part.candidates.sort(key=lambda candidate: candidate.sequence.arrival)
+    return prompts
 
 
-def prompt_candidates(view: View, rows: DecodeRows) -> tuple[list[Candidate], tuple[Sequence, ...]]:
-    """Admitted prompts and the waiting ones that fit (rule 3), by arrival; and the waiting ones that do not fit."""
-    slots, limits = view.slots, view.limits
+def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
+    """The prompts of a lane that have their slots, and what it can still admit."""
+    slots, pool = lane.slots, lane.pool
     candidates = []
     promised_pages = 0
     for slot, sequence in slots.prefilling.items():
         if slot in rows.preempt:
             continue
-        start, owned = int(slots.computed_S[slot]), int(view.owned_S[slot])
+        start, owned = int(slots.computed_S[slot]), int(pool.owned_S[slot])
         promised_pages += pages_for(len(sequence.token_ids), limits.page_size_tokens) - owned
         candidates.append(Candidate(sequence, slot, start, len(sequence.token_ids) - start, owned))
     headroom_pages = min(len(rows.slot_D), max(1, limits.num_pages // HEADROOM_PART))
-    spare_pages = rows.free_pages - promised_pages - headroom_pages
-    free_slots = len(slots.free)
-    passed: list[Sequence] = []
-    behind_barrier = False
-    for sequence in islice(view.waiting, SCANNED_SEQUENCES):
-        if not free_slots or (behind_barrier and not sequence.is_barrier):
-            break
-        tokens = len(sequence.token_ids)
-        need_pages = pages_for(min(tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
-        behind_barrier |= sequence.is_barrier
-        if need_pages <= spare_pages:
-            candidates.append(Candidate(sequence, -1, 0, tokens, 0))
-            spare_pages -= need_pages
-            free_slots -= 1
-        else:
-            passed.append(sequence)
-            if sequence.is_barrier:
-                break
-    candidates.sort(key=lambda candidate: candidate.sequence.arrival)
-    return candidates, tuple(passed)
+    return Prompts(candidates, rows.free_pages - promised_pages - headroom_pages, len(slots.free))
 
 
-def with_chunks(view: View, rows: DecodeRows, candidates: list[Candidate], passed: tuple[Sequence, ...]) -> Plan:
-    """Rules 2 and 4."""
-    buckets = view.limits.buckets
-    scored = [candidate for candidate in candidates if candidate.sequence.wants_scores]
-    plain = [candidate for candidate in candidates if not candidate.sequence.wants_scores]
-    crowded = len(rows.slot_D) > buckets.scored_tokens // 2  # decode rows would leave scored chunks no room
-    use_scored = bool(scored) and not (view.last_was_scored and (plain or crowded))
-    if use_scored and crowded:
-        nobody = rows.slot_D[:0]
-        freed_pages = rows.free_pages + len(rows.growing_N)
-        use_rows = DecodeRows(nobody, nobody, rows.preempt, freed_pages)
-    else:
-        use_rows = rows
-    budget_tokens = buckets.scored_tokens if use_scored else view.limits.budget_tokens
-    candidates = scored if use_scored else plain
-    share_budget(candidates, budget_tokens - len(use_rows.slot_D), view.limits.max_chunks)
-    chunks = cut_chunks(view, candidates, use_rows.free_pages)
-    if not chunks:
-        return without_chunks(view, rows, passed)
-    tokens = len(use_rows.slot_D) + sum(chunk.tokens for chunk in chunks)
-    bucket = buckets.choose(Program.SCORED if use_scored else Program.MIXED, tokens)
-    return Plan(bucket, use_rows.slot_D, use_rows.growing_N, chunks, rows.preempt, passed)
+def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
+    """Rule 3 for one waiting sequence, those before it have had theirs; False if nobody behind it may be admitted."""
+    is_barrier, is_bound = sequence.is_barrier, sequence.lane >= 0
+    best = None
+    for part in (prompts[sequence.lane],) if is_bound else prompts:
+        takes = part.free_slots and (is_barrier or not part.has_barrier)
+        if takes and (best is None or part.spare_pages > best.spare_pages):
+            best = part
+    if best is None:
+        return is_bound and any(part.free_slots for part in prompts)
+    tokens = len(sequence.token_ids)
+    need_pages = pages_for(min(tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
+    if need_pages <= best.spare_pages:
+        best.candidates.append(Candidate(sequence, -1, 0, tokens, 0))
+        best.spare_pages -= need_pages
+        best.free_slots -= 1
+        best.has_barrier |= is_barrier
+        return True
+    best.passed.append(sequence)
+    if not is_barrier:
+        return True
+    best.free_slots = 0  # all that comes free is kept for it
+    return any(part.free_slots for part in prompts)
+
+
+def with_prompts(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> Plan:
+    """Rules 2, 4 and 5."""
+    if not any(part.candidates for part in prompts):
+        return decode_alone(view, [LanePlan(part) for part in rows])
+    parts = [*zip(view.lanes, rows, prompts, strict=True)]
+    if wants_scored(view, rows, prompts):
+        plans = [lane_plan(view.limits, *part, scored=True) for part in parts]
+        if any(chunk.sequence.wants_scores for plan in plans for chunk in plan.chunks):
+            return Plan(view.limits.buckets.choose(Program.SCORED, max(plan.tokens for plan in plans)), plans)
+    plans = [lane_plan(view.limits, *part, scored=False) for part in parts]
+    if any(plan.chunks for plan in plans):
+        return Plan(view.limits.buckets.choose(Program.MIXED, max(plan.tokens for plan in plans)), plans)
+    return decode_alone(view, plans)
+
+
+def wants_scored(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> bool:
+    """Whether it is the turn of scored chunks: always, but for those that the last scored step made wait."""
+    some_scored = some_wait = False
+    for part, lane_rows in zip(prompts, rows, strict=True):
+        scored = [candidate for candidate in part.candidates if candidate.sequence.wants_scores]
+        some_scored |= bool(scored)
+        some_wait |= len(scored) < len(part.candidates)
+        some_wait |= len(lane_rows.slot_D) > most_rows(view.limits.buckets, bool(scored))
+    return some_scored and not (view.last_was_scored and some_wait)
+
+
+def most_rows(buckets: Buckets, has_scored: bool) -> int:
+    """Decode rows that a lane may bring to a scored step: more would leave scored chunks no room, and all wait."""
+    return buckets.scored_tokens // 2 if has_scored else buckets.scored_tokens
+
+
+def lane_plan(limits: Limits, lane: Lane, rows: DecodeRows, prompts: Prompts, scored: bool) -> LanePlan:
+    """A lane's rows and chunks in a step that is `scored` or not."""
+    plain = [candidate for candidate in prompts.candidates if not candidate.sequence.wants_scores]
+    candidates, budget_tokens, use_rows = plain, limits.budget_tokens, rows
+    if scored:
+        has_scored = len(plain) < len(prompts.candidates)
+        if has_scored:
+            candidates = [candidate for candidate in prompts.candidates if candidate.sequence.wants_scores]
+        budget_tokens = limits.buckets.scored_tokens
+        if len(rows.slot_D) > most_rows(limits.buckets, has_scored):
+            use_rows = rows.held_back()
+    share_budget(candidates, budget_tokens - len(use_rows.slot_D), limits.max_chunks)
+    chunks = cut_chunks(limits, lane, candidates, use_rows.free_pages)
+    return LanePlan(use_rows, chunks, tuple(prompts.passed))
 
 
 def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: int) -> None:
     """Rule 2: set each candidate's `tokens`; `candidates` are sorted by arrival."""
+    for candidate in candidates:
+        candidate.tokens = 0
     chunks, left_tokens = 0, budget_tokens
     half_tokens = (budget_tokens + 1) // 2
     for candidate in candidates[: max(1, max_chunks // 2)]:
@@ -245,10 +302,10 @@ def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: in
             left_tokens -= more_tokens
 
 
-def cut_chunks(view: View, candidates: list[Candidate], free_pages: int) -> tuple[Chunk, ...]:
+def cut_chunks(limits: Limits, lane: Lane, candidates: list[Candidate], free_pages: int) -> tuple[Chunk, ...]:
     """Chunks for which there are pages, older prompts first; the next free slots for those who have none."""
-    page_size_tokens = view.limits.page_size_tokens
-    free_slots = iter(reversed(view.slots.free))
+    page_size_tokens = limits.page_size_tokens
+    free_slots = iter(reversed(lane.slots.free))
     chunks = []
     for candidate in candidates:
         room_tokens = (candidate.owned + free_pages) * page_size_tokens - candidate.start

@@ -32,7 +32,8 @@ class Sequence:
     arrival: int  # rank among all that ever arrived; it keeps it through preemptions
     token_ids: np.ndarray  # int32, all known when it last entered the queue: the prompt, then outputs where it resumes
     wants_scores: bool  # its prompt_logprobs are still to be made
-    slot: int = -1  # -1: waiting
+    lane: int = -1  # -1: any; it keeps the one that it was admitted to, or that it was passed over in too often
+    slot: int = -1  # of its lane; -1: waiting
     passed: int = 0  # later arrivals admitted while it did not fit
     preemptions: int = 0
     queue_s: float | None = None  # None: never scheduled
@@ -80,6 +81,7 @@ def refusal(request: TokenRequest, shape: Shape) -> str | None:
         return (
             f"prompt and max_tokens: got {prompt} + {request.max_tokens} tokens, which need {need_pages} cache pages, "
             f"allowed: at most {room_pages} pages of {shape.page_size_tokens} tokens, the whole pool"
+            + (f" of one of {shape.lanes} data-parallel lanes" if shape.lanes > 1 else "")
         )
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids: got {len(request.stop_token_ids)} ids, allowed: at most {MAX_STOP_TOKEN_IDS}"
@@ -107,11 +109,11 @@ def step_flags(request: TokenRequest) -> int:
     )
 
 
-def make_install(sequence: Sequence, slot: int) -> Install:
-    """What the device must know before the sequence's first step in `slot`."""
+def make_install(sequence: Sequence) -> Install:
+    """What the device must know before the first step of a sequence in the slot that it has just taken."""
     request = sequence.request
     return Install(
-        slot=slot,
+        slot=sequence.slot,
         token_ids=sequence.token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
         temperature=request.temperature,
@@ -128,6 +130,7 @@ def make_install(sequence: Sequence, slot: int) -> Install:
         allowed_token_ids=request.allowed_token_ids,
         banned_token_ids=request.banned_token_ids,
         bad_sequences=request.bad_sequences,
+        lane=sequence.lane,
     )
 
 

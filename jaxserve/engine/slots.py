@@ -89,6 +89,12 @@ class SlotTable:
         """Slots in use."""
         return len(self.sequences) - len(self.free)
 
+    def tenant(self, slot: int) -> Sequence:
+        """The sequence in an occupied slot."""
+        sequence = self.sequences[slot]
+        assert sequence is not None, slot
+        return sequence
+
     def fill(self, slot: int, sequence: Sequence) -> None:
         """A sequence takes the next free slot, nothing of it computed."""
         request = sequence.request
@@ -107,8 +113,7 @@ class SlotTable:
 
     def vacate(self, slot: int) -> Sequence:
         """Its sequence leaves, and whatever is in flight for it will be dropped."""
-        sequence = self.sequences[slot]
-        assert sequence is not None, slot
+        sequence = self.tenant(slot)
         self.sequences[slot] = None
         self.prefilling.pop(slot, None)
         self.leaving.discard(slot)

@@ -89,6 +89,10 @@ class Bench:
         """Cancel some."""
         self.engine.submit([Cancel(handle, reason) for handle in handles])
 
+    def preempt(self, handle: int) -> None:
+        """Take a sequence out of its slot, as a lack of pages would."""
+        self.engine.ledger.preempt(self.engine.ledger.live[handle])
+
     def step(self, count: int = 1) -> None:
         """Iterate and check what must always hold."""
         for _ in range(count):
@@ -106,7 +110,8 @@ class Bench:
         stats, ledger = self.engine.stats(), self.engine.ledger
         assert (stats.live_pages, stats.running_requests, stats.waiting_requests) == (0, 0, 0)
         assert stats.free_pages + stats.cached_pages == stats.total_pages
-        assert len(ledger.slots.free) == self.shape.num_slots and not ledger.slots.leaving
+        for lane in ledger.lanes:
+            assert len(lane.slots.free) == self.shape.num_slots and not lane.slots.leaving
         assert all(answer.finish is not Finish.NONE for answer in self.answers.values())
 
     def solo(self, handle: int) -> list[int]:

@@ -23,11 +23,11 @@ def test_b006_cancel_with_some_tokens_computed(computed: int) -> None:
     bench.submit(make_request(2, 20, 5))
     if computed:
         bench.step()
-        assert int(bench.engine.ledger.slots.computed_S[bench.engine.ledger.live[2].slot]) == computed
+        assert int(bench.engine.ledger.lanes[0].slots.computed_S[bench.engine.ledger.live[2].slot]) == computed
     bench.cancel(2)
     bench.step(2)
     assert bench.answers[2].finish is Finish.CANCELLED and bench.tokens(2) == []
-    assert bench.engine.ledger.pool.limbo_pages == 0
+    assert bench.engine.ledger.lanes[0].pool.limbo_pages == 0
     bench.finish()
     assert bench.tokens(1) == bench.solo(1)
 
@@ -46,7 +46,7 @@ def test_b081_cancel_at_any_step(steps: int, reason: Finish) -> None:
         assert bench.tokens(handle) == bench.solo(handle)[: len(bench.tokens(handle))]
     bench.step()
     ledger = bench.engine.ledger
-    assert set(ledger.live) == {3} and ledger.pool.limbo_pages == 0
+    assert set(ledger.live) == {3} and ledger.lanes[0].pool.limbo_pages == 0
     bench.finish()
     assert bench.tokens(3) == bench.solo(3)
 
@@ -100,7 +100,7 @@ def test_a_preempted_sequence_on_its_way_out_is_cancelled() -> None:
     bench = Bench()
     bench.submit(make_request(1, 20, 50))
     bench.step(3)
-    bench.engine.ledger.preempt(bench.engine.ledger.live[1].slot)
+    bench.preempt(1)
     bench.cancel(1)
     bench.step()
     assert bench.answers[1].finish is Finish.CANCELLED

@@ -24,8 +24,8 @@ GOAL_US = {1: 100.0, 256: 300.0}
 class NullRunner:
     """Answers at once, always the same token."""
 
-    def __init__(self, rows: int) -> None:
-        self.out = StepOut(np.full(rows, 5, np.int32), np.zeros(rows, bool))
+    def __init__(self, lanes: int, rows: int) -> None:
+        self.out = StepOut(np.full((lanes, rows), 5, np.int32), np.zeros((lanes, rows), bool))
 
     def install(self, installs: list[Install]) -> None:
         """Nothing to remember."""
@@ -43,18 +43,18 @@ class NullRunner:
         return False
 
 
-def steady_engine(rows: int, page_size_tokens: int = 64) -> Engine:
-    """An engine in which `rows` sequences decode, far from their ends."""
+def steady_engine(rows: int, page_size_tokens: int = 64, lanes: int = 1) -> Engine:
+    """An engine in which `rows` sequences of each lane decode, far from their ends."""
     num_pages = 256 * 8192 // page_size_tokens
-    shape = make_shape(256, num_pages, page_size_tokens, max_model_len=8192, max_chunks=16)
+    shape = make_shape(256, num_pages, page_size_tokens, max_model_len=8192, max_chunks=16, lanes=lanes)
     schedule = ScheduleConfig(max_num_seqs=256, max_num_batched_tokens=4096)
-    engine = Engine(schedule, RuntimeConfig(), shape, NullRunner(256), lambda batch: None)
-    engine.submit([make_request(handle, 100, 8000, stop_token_ids=(1, 2)) for handle in range(rows)])
-    while engine.ledger.waiting or engine.ledger.slots.prefilling or not engine.step_count:
+    engine = Engine(schedule, RuntimeConfig(), shape, NullRunner(lanes, 256), lambda batch: None)
+    engine.submit([make_request(handle, 100, 8000, stop_token_ids=(1, 2)) for handle in range(rows * lanes)])
+    while not engine.step_count or engine.ledger.waiting or any(lane.slots.prefilling for lane in engine.ledger.lanes):
         engine.step()
     for _ in range(20):
         engine.step()
-    assert int(engine.ledger.slots.decoding_S.sum()) == rows
+    assert [int(lane.slots.decoding_S.sum()) for lane in engine.ledger.lanes] == [rows] * lanes
     return engine
 
 
@@ -103,6 +103,7 @@ def test_a_steady_step_is_quick(rows: int) -> None:
 
 
 if __name__ == "__main__":
-    for rows in (1, 16, 64, 256):
-        times = step_us(steady_engine(rows), 2000)
-        print(f"{rows:4d} rows: median {times[1000]:6.1f} us, 10% {times[200]:6.1f} us, 90% {times[1800]:6.1f} us")
+    for lanes, rows in ((1, 1), (1, 16), (1, 64), (1, 256), (2, 64), (8, 64), (8, 256)):
+        times = step_us(steady_engine(rows, lanes=lanes), 2000)
+        tenths = f"10% {times[200]:6.1f} us, 90% {times[1800]:6.1f} us"
+        print(f"{lanes} x {rows:4d} rows: median {times[1000]:6.1f} us, {tenths}")

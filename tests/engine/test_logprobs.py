@@ -21,9 +21,10 @@ def check_logprobs(bench: Bench, handle: int, top: int) -> None:
         history = np.append(history, token)
 
 
-def test_b059_rows_are_not_shifted() -> None:
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_b059_rows_are_not_shifted(lanes: int) -> None:
     """B059 without drafts: R1 decodes, R2 is in a middle chunk, R3 decodes; logprobs on R1 and R3."""
-    bench = Bench(budget_tokens=24)
+    bench = Bench(make_shape(lanes=lanes), budget_tokens=24)
     bench.submit(make_request(1, 5, 20, logprobs=2), make_request(3, 5, 12, logprobs=2))
     bench.step(3)
     bench.submit(make_request(2, 100, 4), make_request(4, 50, 3, logprobs=5))
@@ -45,9 +46,10 @@ def test_b061_exactly_one_entry_a_token(max_tokens: int, logprobs: int) -> None:
     check_logprobs(bench, 1, logprobs)
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize(("prompt_tokens", "top"), [(1, 3), (2, 0), (15, 1), (16, 1), (17, 1), (200, 20)])
-def test_prompt_logprobs_are_joined_over_chunks(prompt_tokens: int, top: int) -> None:
-    bench = Bench(budget_tokens=32)
+def test_prompt_logprobs_are_joined_over_chunks(prompt_tokens: int, top: int, lanes: int) -> None:
+    bench = Bench(make_shape(lanes=lanes), budget_tokens=32)
     bench.submit(make_request(1, prompt_tokens, 3, prompt_logprobs=top), make_request(2, 50, 9, logprobs=1))
     bench.finish()
     prompt, scores = bench.requests[1].prompt_token_ids, bench.answers[1].prompt_logprobs
@@ -67,8 +69,8 @@ def test_prompt_logprobs_survive_preemption(preempt_after: int) -> None:
     bench = Bench(budget_tokens=32)
     bench.submit(make_request(1, 90, 6, prompt_logprobs=2, logprobs=1))
     bench.step(preempt_after)
-    bench.engine.ledger.preempt(bench.engine.ledger.live[1].slot)
-    before = bench.runner.device.counts["scored"]
+    bench.preempt(1)
+    before = bench.runner.counts["scored"]
     bench.finish()
     prompt, scores = bench.requests[1].prompt_token_ids, bench.answers[1].prompt_logprobs
     assert scores is not None
@@ -77,4 +79,4 @@ def test_prompt_logprobs_survive_preemption(preempt_after: int) -> None:
     assert bench.tokens(1) == bench.solo(1)
     check_logprobs(bench, 1, 1)
     if preempt_after >= 4:
-        assert bench.runner.device.counts["scored"] == before
+        assert bench.runner.counts["scored"] == before

@@ -20,14 +20,14 @@ def test_one_request_alone() -> None:
     assert bench.tokens(1) == bench.solo(1)
     assert bench.answers[1].finish is Finish.LENGTH
     assert bench.answers[1].cached_tokens == 0
-    assert bench.runner.device.counts["decode"] == 5, "a length finish is known ahead: no extra row"
+    assert bench.runner.counts["decode"] == 5, "a length finish is known ahead: no extra row"
 
 
 def test_one_output_token_needs_no_decode_row() -> None:
     bench = Bench()
     bench.submit(make_request(1, 20, 1))
     bench.finish()
-    assert bench.tokens(1) == bench.solo(1) and bench.runner.device.counts["decode"] == 0
+    assert bench.tokens(1) == bench.solo(1) and bench.runner.counts["decode"] == 0
 
 
 def test_step_n_plus_1_is_dispatched_before_step_n_is_read() -> None:
@@ -46,7 +46,7 @@ def test_a_stop_is_seen_one_step_late_and_the_extra_token_dropped() -> None:
     bench.finish()
     assert bench.tokens(1) == [5, 5, 9]
     assert bench.answers[1].finish is Finish.STOP
-    assert bench.runner.device.counts["decode"] == 3
+    assert bench.runner.counts["decode"] == 3
     assert bench.engine.stats().generation_tokens_total == 3
 
 

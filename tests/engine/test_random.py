@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,11 +83,18 @@ def drive(bench: Bench, arrivals: list[Arrival]) -> None:
     page_size_tokens=st.sampled_from([8, 16]),
     max_chunks=st.integers(1, 3),
     budget_tokens=st.integers(8, 80),
+    lanes=st.sampled_from([1, 2, 4]),
 )
 def test_any_traffic_gives_the_outputs_of_solo_runs(
-    arrivals: list[Arrival], num_slots: int, num_pages: int, page_size_tokens: int, max_chunks: int, budget_tokens: int
+    arrivals: list[Arrival],
+    num_slots: int,
+    num_pages: int,
+    page_size_tokens: int,
+    max_chunks: int,
+    budget_tokens: int,
+    lanes: int,
 ) -> None:
-    shape = make_shape(num_slots, num_pages, page_size_tokens, 128, max_chunks)
+    shape = make_shape(num_slots, num_pages, page_size_tokens, 128, max_chunks, lanes=lanes)
     bench = Bench(shape, budget_tokens=budget_tokens, runtime=RuntimeConfig(mixed_buckets=(8, 80)))
     drive(bench, arrivals)
     for handle, arrival in enumerate(arrivals):
@@ -109,11 +117,12 @@ def test_any_traffic_gives_the_outputs_of_solo_runs(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=8),
     failing=st.sets(st.integers(1, 30), max_size=4),
     in_dispatch=st.booleans(),
+    lanes=st.sampled_from([1, 2]),
 )
 def test_failures_at_any_step_end_some_and_harm_nobody_else(
-    arrivals: list[Arrival], failing: set[int], in_dispatch: bool
+    arrivals: list[Arrival], failing: set[int], in_dispatch: bool, lanes: int
 ) -> None:
-    bench = Bench(make_shape(3, 14, 16, 128, 2), budget_tokens=40)
+    bench = Bench(make_shape(3, 14, 16, 128, 2, lanes=lanes), budget_tokens=40)
     left = set(failing)
 
     def fail(step: int) -> None:
@@ -135,7 +144,8 @@ def test_failures_at_any_step_end_some_and_harm_nobody_else(
             assert (answer.token_ids, answer.finish) == (tokens, finish)
 
 
-def test_b095_no_page_is_lost_over_5000_requests() -> None:
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_b095_no_page_is_lost_over_5000_requests(lanes: int) -> None:
     """B095: ends by stop id, length, cancel, a front's stop string and bad logits; a drain each 500 requests."""
 
     def script(row: Row) -> int | np.ndarray:
@@ -144,7 +154,8 @@ def test_b095_no_page_is_lost_over_5000_requests() -> None:
             return np.full(1000, np.nan, np.float32)
         return token
 
-    bench = Bench(make_shape(num_slots=24, num_pages=60, page_size_tokens=8), budget_tokens=128, script=script)
+    shape = make_shape(num_slots=24 // lanes, num_pages=60 // lanes, page_size_tokens=8, lanes=lanes)
+    bench = Bench(shape, budget_tokens=128, script=script)
     handle = 0
     for _ in range(10):
         cancels: dict[int, list[tuple[int, Finish]]] = {}

@@ -6,15 +6,14 @@ a cache row that is lost, misplaced, written twice or overwritten by somebody el
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.batch import FLAG_LOGPROBS, Batch, Install, Layout, Program, Shape, StepOut
-from jaxserve.config import decode_buckets, mixed_buckets
-from jaxserve.engine.buckets import SCORED_TOKENS, Buckets
+from jaxserve.batch import FLAG_LOGPROBS, FLAGS_WORD, Batch, Install, Layout, Program, Shape, StepOut
 
 NOTHING = -7  # what poisoned and unwritten cache rows hold
 
@@ -84,8 +83,9 @@ def make_shape(
     max_model_len: int = 512,
     max_chunks: int = 4,
     vocab_size: int = 1000,
+    lanes: int = 1,
 ) -> Shape:
-    """A small Shape; block tables are wide enough for the context."""
+    """A small Shape; block tables are wide enough for the context. All but the last are a lane's."""
     return Shape(
         num_slots=num_slots,
         num_pages=num_pages,
@@ -95,13 +95,8 @@ def make_shape(
         vocab_size=vocab_size,
         max_logprobs=20,
         max_model_len=max_model_len,
+        lanes=lanes,
     )
-
-
-def make_buckets(shape: Shape, budget_tokens: int) -> Buckets:
-    """The bucket lists that a config with these limits resolves to."""
-    mixed = mixed_buckets(budget_tokens)
-    return Buckets(decode_buckets(shape.num_slots), mixed, min(SCORED_TOKENS, mixed[-1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -138,44 +133,60 @@ class ScriptedRunner:
         self.log: list[tuple[str, int]] = []  # ("dispatch" | "result" | "recover", step)
         self.batches: list[Batch] = []
         self.keep_batches = False
-        self.device = Device(shape)
+        self.step = 0
+        self.counts: Counter[str] = Counter()  # installs, and steps by program
+        self.devices = [Device(shape) for _ in range(shape.lanes)]
 
     def install(self, installs: list[Install]) -> None:
         """Fill slots."""
         for install in installs:
-            self.device.install(install)
+            self.devices[install.lane].install(install)
+            self.counts["installs"] += 1
 
     def dispatch(self, batch: Batch) -> FakePending:
         """Check and run a step; its results can be read later."""
-        step = self.device.step + 1
-        self.device.step = step
+        self.step = step = self.step + 1
         self.log.append(("dispatch", step))
         self.before_dispatch(step)
         if self.keep_batches:
             self.batches.append(batch)
-        views = {name: view.copy() for name, view in Layout(batch.bucket, self.shape).views(batch.vector).items()}
-        return FakePending(self, step, self.device.run(batch.bucket.program, views, self.script))
+        layout, program = Layout(batch.bucket, self.shape), batch.bucket.program
+        assert batch.vector.shape == (self.shape.lanes, layout.words) and batch.vector.dtype == np.int32
+        assert len(set(batch.vector[:, FLAGS_WORD].tolist())) == 1, "lanes would take different branches"
+        self.counts[program.value] += 1
+        outs = []
+        for device, vector in zip(self.devices, batch.vector, strict=True):
+            views = {name: view.copy() for name, view in layout.views(vector).items()}
+            outs.append(device.run(step, program, views, self.script))
+        return FakePending(self, step, stack_outs(outs))
 
     def finish_step(self, pending: FakePending) -> StepOut:
         """Called by the pending step when it is read."""
         self.before_result(pending.step)
         self.log.append(("result", pending.step))
         self.clock.advance(self.step_s)
-        assert pending.step == self.device.collected + 1, "results are read in order"
-        self.device.collected = pending.step
+        for device in self.devices:
+            assert pending.step == device.collected + 1, "results are read in order"
+            device.collected = pending.step
         return pending.out
 
     def recover(self) -> bool:
         """Forget everything, as a runtime that has to allocate its state anew."""
-        self.log.append(("recover", self.device.step))
-        fresh = Device(self.shape)
-        fresh.step = fresh.collected = self.device.step
-        self.device = fresh
+        self.log.append(("recover", self.step))
+        self.devices = [Device(self.shape) for _ in self.devices]
+        for device in self.devices:
+            device.step = device.collected = self.step
         return self.recovers
 
 
+def stack_outs(outs: list[StepOut]) -> StepOut:
+    """The lanes' results as one: each array gets the lane as its first dimension."""
+    columns = zip(*(dataclasses.astuple(out) for out in outs), strict=True)
+    return StepOut(*(None if column[0] is None else np.stack(column) for column in columns))
+
+
 class Device:
-    """Block tables, the cache (token and position a row), last tokens, and who may write what."""
+    """One lane: block tables, the cache (token and position a row), last tokens, and who may write what."""
 
     def __init__(self, shape: Shape) -> None:
         rows = shape.num_slots + 1
@@ -189,7 +200,7 @@ class Device:
         self.installs: list[Install | None] = [None] * rows
         self.owner_P: list[Install | None] = [None] * shape.num_pages
         self.last_write_P = np.zeros(shape.num_pages, np.int64)  # step that last could write the page
-        self.counts: Counter[str] = Counter()
+        self.rows: list[int] = []  # packed tokens in use, by step
 
     def install(self, install: Install) -> None:
         """A new tenant: nothing of the old one may be relied on."""
@@ -198,11 +209,10 @@ class Device:
         self.table_SM[install.slot] = self.shape.num_pages
         self.last_token_S[install.slot] = NOTHING
         self.written_S[install.slot] = 0
-        self.counts["installs"] += 1
 
-    def run(self, program: Program, views: dict[str, np.ndarray], script: Script | None) -> StepOut:
-        """One step on copies of the batch's fields."""
-        self.counts[program.value] += 1
+    def run(self, step: int, program: Program, views: dict[str, np.ndarray], script: Script | None) -> StepOut:
+        """One step on copies of the fields of the lane's vector; results without the lanes' dimension."""
+        self.step = step
         self._update_table(views)
         if program is Program.DECODE:
             slot_T, position_T = views["slot"], views["position"]
@@ -217,6 +227,7 @@ class Device:
         assert (slot_T[:live] < self.shape.num_slots).all() and (slot_T[live:] == self.shape.num_slots).all(), slot_T
         assert len(set(slot_T[:num_decode].tolist())) == num_decode, "a slot has two decode rows"
         assert (token_T[:num_decode] >= 0).all(), "a decode row's last token is not known"
+        self.rows.append(live)
         for row in range(live):
             self._write(int(slot_T[row]), int(position_T[row]), int(token_T[row]))
         out = self._sample(views, sample_row, sample_slot, slot_T, position_T, script)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from checkpoints.source import open_model
 from jaxserve.config import CacheConfig, Config, DeviceFacts, ModelConfig, RuntimeConfig, ScheduleConfig, resolve
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.loop import Engine
@@ -51,20 +53,37 @@ class Result:
 class TinyServer:
     """The engine and its runner, stepped by hand."""
 
-    def __init__(self, num_pages: int = 64, cache_fill: float = float("nan"), **config: Any) -> None:
-        self.spec: ModelSpec = model_spec(CONFIG | config)
+    def __init__(
+        self,
+        num_pages: int = 64,
+        cache_fill: float = float("nan"),
+        checkpoint: Path | None = None,
+        mesh: tuple[int, int, int] = (1, 1, 1),
+        **config: Any,
+    ) -> None:
+        """Random weights of CONFIG with `config` changed, or a checkpoint; `mesh`: tensor, expert, data."""
+        source = open_model(checkpoint) if checkpoint else None
+        self.spec: ModelSpec = model_spec(source.config if source else CONFIG | config)
         seqs, budget = 4, 64
+        tensor, expert, data = mesh
         wanted = Config(
             ModelConfig("tiny", random_weights=True, seed=1),
             cache=CacheConfig(num_pages=num_pages),
             schedule=ScheduleConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
             runtime=RuntimeConfig(
-                device="cpu", compile_cache_dir="", decode_buckets=(2, seqs), mixed_buckets=(budget,)
+                device="cpu",
+                compile_cache_dir="",
+                decode_buckets=(2, seqs),
+                mixed_buckets=(budget,),
+                tensor_parallel_size=tensor,
+                expert_parallel_size=expert,
+                data_parallel_size=data,
             ),
         )
-        self.config, _ = resolve(wanted, DeviceFacts("cpu", "cpu", 1, self.spec.max_len, "float32"))
+        self.config, _ = resolve(wanted, DeviceFacts("cpu", "cpu", 8, self.spec.max_len, "float32"))
         self.buckets = Buckets.from_config(self.config.runtime, self.config.schedule)
-        started = start_runner(self.spec, self.config, self.buckets.all(), None, VOCAB, lambda _: None, cache_fill)
+        load, vocab = (source.load, self.spec.vocab_size) if source else (None, VOCAB)
+        started = start_runner(self.spec, self.config, self.buckets.all(), load, vocab, lambda _: None, cache_fill)
         self.runner: StepRunner = started.runner
         self.shape = started.shape
         self.handles = 0
