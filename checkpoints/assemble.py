@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from checkpoints.names.table import NameTable, Part, Piece, Target
+from checkpoints.names.table import NameTable, Part, Piece, Target, covers
 from checkpoints.readers.reader import Reader, TensorInfo
 from jaxserve.errors import CheckpointError
 
@@ -20,31 +20,41 @@ COMPARED_ROWS = 4096
 def check_names(reader: Reader, table: NameTable) -> None:
     """Every parameter has its source tensors, of the right shape; every source tensor is used.
 
-    Raises CheckpointError naming those that are missing, unknown or misshapen, or a head that should equal the
-    embedding and does not.
+    Raises CheckpointError naming those that are missing, unknown or misshapen, or a tensor that should equal another
+    and does not.
     """
-    tensors = reader.tensors
-    parts = {part.source: part for target in table.targets.values() for part in target.parts}
-    missing = sorted(parts.keys() - tensors.keys())
-    unused = sorted(tensors.keys() - parts.keys() - table.duplicates.keys())
-    unused = [name for name in unused if not any(re.fullmatch(pattern, name) for pattern in table.ignored)]
-    wrong = [
-        f"{name} {tensors[name]}, expected {list(part.source_shape)}"
-        for name, part in sorted(parts.items())
-        if name in tensors and tensors[name].shape != part.source_shape
-    ]
-    odd = [f"{name} {tensors[name]}" for name in sorted(parts) if name in tensors and not is_float(tensors[name])]
+    check_fit(reader, table)
+    check_duplicates(reader, table)
+
+
+def check_fit(reader: Reader, table: NameTable) -> None:
+    """Names, shapes and dtypes, from the headers alone."""
+    tensors, sources = reader.tensors, table.sources()
+    assert all(map(covers, sources.values())), "a name table takes each element of a source tensor once"
+    shapes = {name: parts[0].source_shape for name, parts in sources.items()}
+    ignored = re.compile("|".join(table.ignored) or r"\Z.")
+    unused = sorted(tensors.keys() - shapes.keys() - table.duplicates.keys())
     faults = {
-        "missing": missing,
-        "unknown": unused,
-        "misshapen": wrong,
-        "not float32, float16 or bfloat16": odd,
+        "missing": sorted(shapes.keys() - tensors.keys()),
+        "unknown": [name for name in unused if not ignored.fullmatch(name)],
+        "misshapen": [
+            f"{name} {tensors[name]}, expected {list(shape)}"
+            for name, shape in sorted(shapes.items())
+            if name in tensors and tensors[name].shape != shape
+        ],
+        "not float32, float16 or bfloat16": [
+            f"{name} {tensors[name]}" for name in sorted(shapes) if name in tensors and not is_float(tensors[name])
+        ],
     }
     if any(faults.values()):
         raise CheckpointError(f"{reader.path}: tensors do not fit the model: {list_faults(faults)}")
+
+
+def check_duplicates(reader: Reader, table: NameTable) -> None:
+    """Tensors that may be in the files a second time are the same there."""
     for name, other in table.duplicates.items():
-        if name in tensors and not equal_tensors(reader, name, other):
-            raise CheckpointError(f"{reader.path}: {name} differs from {other}, though the config ties them")
+        if name in reader.tensors and not equal_tensors(reader, name, other):
+            raise CheckpointError(f"{reader.path}: {name} differs from {other}, though the model has one for both")
 
 
 def is_float(info: TensorInfo) -> bool:
@@ -87,8 +97,11 @@ def assemble_piece(reader: Reader, piece: Piece, dtype: np.dtype) -> np.ndarray:
 
 
 def read_part(reader: Reader, part: Part) -> np.ndarray:
-    """A source tensor in the shape that the piece takes it in."""
-    return reader.read(part.source).reshape(part.shape)
+    """A source tensor, or a cut of it, in the shape that the piece takes it in."""
+    values = reader.read(part.source)
+    if part.cut is None:
+        return values.reshape(part.shape)
+    return np.ascontiguousarray(values.reshape(part.cut.view)[part.cut.index]).reshape(part.shape)
 
 
 def assemble(reader: Reader, target: Target, dtype: np.dtype) -> np.ndarray:
@@ -101,12 +114,14 @@ def assemble(reader: Reader, target: Target, dtype: np.dtype) -> np.ndarray:
     return whole
 
 
-def take_apart(target: Target, array: np.ndarray) -> dict[str, np.ndarray]:
-    """The way back: a parameter -> its source tensors by name."""
-    arrays = list(array) if target.stacked else [array]
+def take_apart(table: NameTable, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The way back: parameters -> their source tensors by name."""
     found: dict[str, np.ndarray] = {}
-    for piece, whole in zip(target.pieces, arrays, strict=True):
-        ends = np.cumsum([part.shape[piece.axis] for part in piece.parts])[:-1]
-        for part, values in zip(piece.parts, np.split(whole, ends, piece.axis), strict=True):
-            found[part.source] = np.ascontiguousarray(values).reshape(part.source_shape)
+    for name, target in table.targets.items():
+        for piece, whole in zip(target.pieces, arrays[name] if target.stacked else [arrays[name]], strict=True):
+            ends = np.cumsum([part.shape[piece.axis] for part in piece.parts])[:-1]
+            for part, values in zip(piece.parts, np.split(whole, ends, piece.axis), strict=True):
+                source = found.setdefault(part.source, np.empty(part.source_shape, whole.dtype))
+                place = source.reshape(part.cut.view)[part.cut.index] if part.cut else source
+                place[...] = values.reshape(place.shape)
     return found

@@ -20,9 +20,9 @@ from orbax.checkpoint import v1 as ocp
 
 from checkpoints.assemble import assemble_piece, check_names
 from checkpoints.files import PROVENANCE_NAME, Kind, kind_of, partial_of
-from checkpoints.load import check_targets
+from checkpoints.load import check_targets, holds_mtp
 from checkpoints.names.families import name_table
-from checkpoints.names.table import NameTable, Target
+from checkpoints.names.table import NameTable
 from checkpoints.provenance import Identity, Journal, checksum, identify, read_provenance, write_provenance
 from checkpoints.readers.reader import Reader, TensorInfo, read_json, write_json
 from checkpoints.restore import WEIGHTS_NAME, first_line, stored_tensors
@@ -35,6 +35,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 CHUNK_BYTES = 4 << 20  # of the stored arrays: what any sharding reads without much waste
 BATCH_BYTES = 16 << 20  # small parameters are saved together: each save costs some 10 ms and a folder
 LOCK_NAME = "lock"
+MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers")  # of a config.json: how many MTP layers there are
 
 Step = Callable[[str, int], None]  # a parameter's name and bytes, when it is in the checkpoint
 
@@ -47,11 +48,7 @@ class Conversion:
     table: NameTable
     target: Path
     identity: Identity
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of all parameters."""
-        return np.dtype(jnp.dtype(self.identity.dtype))
+    dtypes: Mapping[str, np.dtype]  # of each parameter
 
     @property
     def num_bytes(self) -> int:
@@ -60,13 +57,19 @@ class Conversion:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What the checkpoint will hold."""
-        return {name: TensorInfo(target.shape, self.dtype) for name, target in self.table.targets.items()}
+        return {name: TensorInfo(target.shape, self.dtypes[name]) for name, target in self.table.targets.items()}
+
+    def piece(self, name: str, index: int) -> np.ndarray:
+        """A piece of a parameter, put together from the source."""
+        return assemble_piece(self.reader, self.table.targets[name].pieces[index], self.dtypes[name])
 
 
-def plan(source: Path, target: Path, dtype: str) -> Conversion:
+def plan(source: Path, target: Path, dtype: str, *, dequantize: bool = False, without_mtp: bool = False) -> Conversion:
     """Open the source and check everything that can be checked before writing.
 
-    `dtype`: bfloat16, float32, or auto, which keeps bfloat16 and makes all else float32, so that no value changes.
+    `dtype`: bfloat16, float32, or auto, which keeps bfloat16 and makes all else float32, so that no value changes
+    (with `dequantize`: the config's dtype, so fp8 becomes bfloat16). What the decoder keeps in float32, routers and
+    their bias, is float32 whatever it says. `without_mtp` leaves out multi-token prediction layers.
     Raises CheckpointError or ModelError with one sentence.
     """
     if dtype not in DTYPES:
@@ -74,14 +77,24 @@ def plan(source: Path, target: Path, dtype: str) -> Conversion:
     kind = kind_of(source)
     if kind is Kind.CONVERTED:
         raise CheckpointError(f"{source}: is converted already, expected: a Hugging Face directory or a GGUF file")
-    reader = open_reader(source, kind)
+    reader = open_reader(source, kind, dequantize=dequantize)
     spec = model_spec(reader.config)
     table = name_table(reader.config["model_type"], spec)
     if dtype == "auto":
         dtype = "bfloat16" if spec.dtype == "bfloat16" else "float32"
-    check_targets(table, parameter_shapes(spec))
+    if without_mtp:
+        table = table.without_mtp()
+    elif spec.mtp_layers and not holds_mtp(reader, table):
+        raise CheckpointError(
+            f"{source}: the config names {spec.mtp_layers} MTP layer(s) and the files hold nothing of them; "
+            "--without-mtp converts the rest"
+        )
+    wanted = parameter_shapes(spec, jnp.dtype(dtype), with_mtp=not without_mtp)
+    check_targets(table, wanted)
     check_names(reader, table)
-    return Conversion(reader, table, target.absolute(), identify(reader, dtype))  # Orbax takes no relative paths
+    dtypes = {name: np.dtype(want.dtype) for name, want in wanted.items()}
+    identity = identify(reader, dtype, without_mtp)
+    return Conversion(reader, table, target.absolute(), identity, dtypes)  # Orbax takes no relative paths
 
 
 def is_finished(conversion: Conversion) -> bool:
@@ -142,8 +155,8 @@ def write_weights(conversion: Conversion, weights: Path, journal: Journal, step:
             save_missing(conversion, weights, journal, step)
             ocp.partial.finalize(weights)
         else:
-            for name, target in conversion.table.targets.items():
-                step(name, first_bytes(conversion, target))
+            for name in conversion.table.targets:
+                step(name, first_bytes(conversion, name))
     for leftover in weights.parent.glob(f"{weights.name}.partial_save*"):
         shutil.rmtree(leftover)
     for name, target in conversion.table.targets.items():
@@ -160,9 +173,9 @@ def orbax_context() -> ocp.Context:
     return context
 
 
-def first_bytes(conversion: Conversion, target: Target) -> int:
+def first_bytes(conversion: Conversion, name: str) -> int:
     """What the first save writes of a parameter: all, or the first piece of a stacked one."""
-    return int(np.prod(target.pieces[0].shape)) * conversion.dtype.itemsize
+    return TensorInfo(conversion.table.targets[name].pieces[0].shape, conversion.dtypes[name]).num_bytes
 
 
 def save_missing(conversion: Conversion, weights: Path, journal: Journal, step: Step) -> None:
@@ -170,11 +183,11 @@ def save_missing(conversion: Conversion, weights: Path, journal: Journal, step: 
     batch: dict[str, np.ndarray] = {}
     for name, target in conversion.table.targets.items():
         if journal.pieces_done(name):
-            step(name, first_bytes(conversion, target))
+            step(name, first_bytes(conversion, name))
             continue
-        if batch and sum(array.nbytes for array in batch.values()) + first_bytes(conversion, target) > BATCH_BYTES:
+        if batch and sum(array.nbytes for array in batch.values()) + first_bytes(conversion, name) > BATCH_BYTES:
             save_batch(weights, batch, journal, step)
-        array = assemble_piece(conversion.reader, target.pieces[0], conversion.dtype)
+        array = conversion.piece(name, 0)
         batch[name] = array[None] if target.stacked else array
         del array
     if batch:
@@ -210,13 +223,13 @@ def fill_stacked(conversion: Conversion, weights: Path, name: str, journal: Jour
         store = store.resize(exclusive_max=[count, *[None] * len(target.pieces[0].shape)]).result()
     for index in range(1, count):
         if index >= done:
-            piece = assemble_piece(conversion.reader, target.pieces[index], conversion.dtype)
+            piece = conversion.piece(name, index)
             try:
                 store[index].write(piece).result()
             except (OSError, ValueError) as error:
                 raise cannot_write(weights, error) from error
             journal.add({name: [checksum(piece)]})
-        step(name, first_bytes(conversion, target))
+        step(name, first_bytes(conversion, name))
 
 
 def open_array(weights: Path, name: str) -> tensorstore.TensorStore:
@@ -235,9 +248,12 @@ def check_stored(conversion: Conversion, weights: Path) -> None:
 
 
 def write_files(conversion: Conversion, partial: Path, journal: Journal) -> None:
-    """Config (with the dtype that is stored now), tokenizer, record."""
+    """Config (with the dtype and the layers that are stored now), tokenizer, record."""
     conversion.reader.copy_files(partial)
     config: Mapping[str, object] = read_json(partial / "config.json")
     kept = {name: value for name, value in config.items() if name not in ("torch_dtype", "dtype")}
-    write_json(partial / "config.json", kept | {"torch_dtype": conversion.identity.dtype})
+    kept["torch_dtype"] = conversion.identity.dtype
+    if conversion.identity.without_mtp:
+        kept |= {name: 0 for name in MTP_FIELDS if name in kept}
+    write_json(partial / "config.json", kept)
     write_provenance(partial, journal.provenance, conversion.tensors())

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.files import partial_of
-from checkpoints.readers.gguf import GgufReader
 from checkpoints.readers.reader import Reader, TensorInfo
 from checkpoints.readers.safetensors import DTYPES, SINGLE_NAME
 from jaxserve.errors import CheckpointError
@@ -24,16 +23,11 @@ def no_progress(name: str, num_bytes: int) -> None:
     """For callers that show none."""
 
 
-def export_hf(source: Path, target: Path, step: Step = no_progress) -> None:
-    """Write a GGUF file as a Hugging Face directory, quantised tensors as float32.
+def export(reader: Reader, target: Path, step: Step = no_progress) -> None:
+    """Write a reader's tensors, one after the other, and files as a Hugging Face directory.
 
     `target` appears when it is whole. Raises CheckpointError where it is there already.
     """
-    export(GgufReader(source), target, step)
-
-
-def export(reader: Reader, target: Path, step: Step = no_progress) -> None:
-    """Write a reader's tensors and files as a Hugging Face directory; see `export_hf`."""
     if target.exists():
         raise CheckpointError(f"{target}: is there already")
     unfinished = partial_of(target)

@@ -29,7 +29,8 @@ class Identity:
 
     source: str  # the source's own name; not compared
     files: tuple[SourceFile, ...]
-    dtype: str
+    dtype: str  # of all parameters but those that the decoder keeps in float32
+    without_mtp: bool = False
     format: int = FORMAT
 
     def why_not(self, other: Identity) -> str | None:
@@ -40,6 +41,8 @@ class Identity:
             return f"it was made from another source ({other.source})"
         if self.dtype != other.dtype:
             return f"it holds {other.dtype}, asked for: {self.dtype}"
+        if self.without_mtp != other.without_mtp:
+            return f"it was made {'without' if other.without_mtp else 'with'} MTP layers"
         return None
 
 
@@ -51,9 +54,9 @@ class Provenance:
     checksums: dict[str, list[int]] = field(default_factory=dict)
 
 
-def identify(reader: Reader, dtype: str) -> Identity:
-    """The identity of converting this source to this dtype."""
-    return Identity(reader.path.resolve().name, tuple(reader.fingerprints()), dtype)
+def identify(reader: Reader, dtype: str, without_mtp: bool) -> Identity:
+    """The identity of converting this source like this."""
+    return Identity(reader.path.resolve().name, tuple(reader.fingerprints()), dtype, without_mtp)
 
 
 def checksum(array: np.ndarray) -> int:
@@ -65,7 +68,7 @@ def identity_from(path: Path, value: Mapping[str, Any]) -> Identity:
     """The way back from JSON. Raises CheckpointError for a damaged file."""
     try:
         files = tuple(SourceFile(**entry) for entry in value["files"])
-        return Identity(value["source"], files, value["dtype"], value["format"])
+        return Identity(value["source"], files, value["dtype"], value.get("without_mtp", False), value["format"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not the record of a conversion: {error!r}") from error
 

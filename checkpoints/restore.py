@@ -10,6 +10,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints.assemble import FLOATS, list_faults
+from checkpoints.load import has_mtp
+from checkpoints.names.table import MTP
 from checkpoints.readers.reader import TensorInfo
 from jaxserve.errors import CheckpointError
 
@@ -38,7 +40,7 @@ def check_tree(directory: Path, stored: Mapping[str, TensorInfo], wanted: Wanted
     both = [name for name in wanted if name in stored]
     faults = {
         "missing": sorted(wanted.keys() - stored.keys()),
-        "extra": sorted(stored.keys() - wanted.keys()),
+        "extra": sorted(stored.keys() - wanted.keys() - left_out(stored, wanted)),
         "misshapen": [
             f"{name} {stored[name]}, expected {list(wanted[name].shape)}"
             for name in both
@@ -54,16 +56,28 @@ def check_tree(directory: Path, stored: Mapping[str, TensorInfo], wanted: Wanted
         raise CheckpointError(f"{directory}: the checkpoint does not fit the model: {list_faults(faults)}")
 
 
+def left_out(stored: Mapping[str, TensorInfo], wanted: Wanted) -> set[str]:
+    """MTP layers' parameters, where none of them is wanted: a decoder runs without them, and they take memory."""
+    return set() if has_mtp(wanted) else {name for name in stored if name.startswith(MTP)}
+
+
 def same_kind(stored: np.dtype, wanted: np.dtype) -> bool:
     """Equal, or both ordinary floats."""
     return stored == wanted or (stored in FLOATS and wanted in FLOATS)
 
 
 def restore(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
-    """All wanted parameters. Raises CheckpointError where the checkpoint holds less, more or something else."""
-    check_tree(directory, stored_tensors(directory), wanted)
+    """All wanted parameters; each device reads the chunks of its own part.
+
+    Raises CheckpointError where the checkpoint holds less, more (but for all of MTP layers) or something else.
+    """
+    stored = stored_tensors(directory)
+    check_tree(directory, stored, wanted)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = bool(left_out(stored, wanted))
     try:
-        arrays = ocp.load(directory.absolute(), dict(wanted))
+        with context:
+            arrays = ocp.load(directory.absolute(), dict(wanted))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory}: cannot be read: {first_line(error)}") from error
     for name, array in arrays.items():

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 
 from checkpoints.files import Kind, kind_of, model_directory, tokenizer_directory
+from checkpoints.fp8 import DequantizedReader, read_scheme
 from checkpoints.load import load_weights
 from checkpoints.names.families import name_table
 from checkpoints.readers.gguf import GgufReader
 from checkpoints.readers.reader import Reader, read_json
 from checkpoints.readers.safetensors import SafetensorsReader
 from checkpoints.restore import WEIGHTS_NAME, restore
+from jaxserve.errors import CheckpointError
 from jaxserve.models.families import model_spec
 from jaxserve.models.fields import checkpoint_dtype
 
@@ -27,7 +29,8 @@ class ModelSource:
     """A model on disk, of any of the three kinds.
 
     `load(wanted)` reads the weights straight to the devices: parameter name -> jax.Array of the wanted shape, dtype and
-    sharding. It raises CheckpointError where the files do not fit.
+    sharding. Those of MTP layers may be left out of `wanted`, all together, and no others. It raises CheckpointError
+    where the files do not fit.
     """
 
     path: Path
@@ -69,6 +72,21 @@ def load_from(path: Path, kind: Kind, wanted: Wanted) -> dict[str, jax.Array]:
     return load_weights(reader, table, wanted)
 
 
-def open_reader(path: Path, kind: Kind) -> Reader:
-    """A reader of what is not converted yet; checks all headers."""
-    return GgufReader(path) if kind is Kind.GGUF else SafetensorsReader(path)
+def open_reader(path: Path, kind: Kind, *, dequantize: bool = False) -> Reader:
+    """A reader of what is not converted yet; checks all headers.
+
+    Raises CheckpointError where the weights are quantised and are not to be made plain, ModelError where they are
+    quantised in a way that we do not know.
+    """
+    if kind is Kind.GGUF:
+        return GgufReader(path)
+    reader = SafetensorsReader(path)
+    scheme = read_scheme(reader.config)
+    if scheme is None:
+        return reader
+    if not dequantize:
+        raise CheckpointError(
+            f"{path}: the weights are {scheme}, which cannot be kept yet; make plain ones of them with "
+            "scripts/convert_checkpoint.py SOURCE TARGET --dequantize"
+        )
+    return DequantizedReader(reader, scheme)

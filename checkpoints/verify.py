@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints.assemble import assemble_piece
 from checkpoints.convert import Conversion, open_array
 from checkpoints.provenance import checksum, read_provenance
 from checkpoints.restore import WEIGHTS_NAME
@@ -24,9 +23,9 @@ def verify_checksums(conversion: Conversion, step: Step = lambda name, num_bytes
     damaged, compared = [], 0
     for name, target in conversion.table.targets.items():
         store = open_array(weights, name)
-        for index, piece in enumerate(target.pieces):
+        for index in range(len(target.pieces)):
             found = checksum((store[index] if target.stacked else store).read().result())
-            fresh = checksum(assemble_piece(conversion.reader, piece, conversion.dtype))
+            fresh = checksum(conversion.piece(name, index))
             if not found == fresh == recorded[name][index]:
                 damaged.append(f"{name} (piece {index})" if target.stacked else name)
             compared += 1

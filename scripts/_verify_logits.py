@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints.export import export_hf
-from checkpoints.files import Kind, kind_of
+from checkpoints.export import export
+from checkpoints.files import kind_of
+from checkpoints.readers.safetensors import SafetensorsReader
+from checkpoints.source import open_reader
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import CheckpointError
 
@@ -24,9 +26,12 @@ TOLERANCE_BFLOAT16 = 0.15  # the reference runs in float32 on weights that bfloa
 Logprobs = Sequence[Mapping[int, float] | None]  # a position's token ids -> log-probabilities
 
 
-def why_no_reference() -> str | None:
+def why_no_reference(model_type: str) -> str | None:
     """None where transformers can run the source; else what is missing."""
-    return None if importlib.util.find_spec("torch") else "torch is not installed"
+    if not importlib.util.find_spec("torch"):
+        return "torch is not installed"
+    known: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    return None if model_type in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else f"transformers has no {model_type}"
 
 
 def prompt_ids(vocab_size: int) -> list[int]:
@@ -40,10 +45,10 @@ def compare_logits(source: Path, target: Path, dtype: str) -> str:
     Raises CheckpointError where they differ by more than rounding.
     """
     with tempfile.TemporaryDirectory() as folder:
-        directory = source
-        if kind_of(source) is Kind.GGUF:
+        directory, reader = source, open_reader(source, kind_of(source), dequantize=True)
+        if not isinstance(reader, SafetensorsReader):  # quantised: torch gets what the conversion got
             directory = Path(folder) / "exported"
-            export_hf(source, directory)
+            export(reader, directory)
         expected = reference_logprobs(directory)
     with LLM(str(target), dtype="float32", max_model_len=PROMPT_TOKENS + 1, max_num_seqs=1, device="cpu") as llm:
         ids = prompt_ids(len(expected[0]))

@@ -34,7 +34,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, help="a Hugging Face directory, or a GGUF file")
     parser.add_argument("target", type=Path, help="the directory to make; TARGET.partial is used until it is whole")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="auto keeps bfloat16 and makes all else float32 (exact)"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto keeps bfloat16 and makes all else float32 (exact); routers are float32",
+    )
+    parser.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="make plain weights of fp8 ones (DeepSeek's blocks, compressed-tensors' channels); twice the bytes",
+    )
+    parser.add_argument(
+        "--without-mtp",
+        action="store_true",
+        help="leave out multi-token prediction layers, also where the config names them and the files lack them",
     )
     parser.add_argument(
         "--verify",
@@ -51,7 +64,7 @@ def progress(conversion: Conversion, what: str) -> tqdm:
 
 def run(args: argparse.Namespace) -> None:
     """Convert if it is not done, verify if asked to. Raises JaxserveError."""
-    conversion = plan(args.source, args.target, args.dtype)
+    conversion = plan(args.source, args.target, args.dtype, dequantize=args.dequantize, without_mtp=args.without_mtp)
     if is_finished(conversion):
         print(f"{args.target}: converted already, from this source in {conversion.identity.dtype}")
     else:
@@ -70,7 +83,7 @@ def verify(conversion: Conversion, args: argparse.Namespace) -> None:
     with progress(conversion, "verifying") as bar:
         compared = verify_checksums(conversion, lambda name, num_bytes: bar.update(num_bytes) and None)
     print(f"{args.target}: {compared} stored arrays equal the source's")
-    reason = why_no_reference()
+    reason = why_no_reference(conversion.reader.config["model_type"])
     if reason:
         print(f"{args.target}: logits not compared: {reason}")
     else:

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from checkpoints.names import llama
+from checkpoints.names import (
+    chatglm,
+    deepseek,
+    deepseek_v2,
+    deepseek_v3,
+    glm,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+)
 from checkpoints.names.table import NameTable
 from jaxserve.errors import ModelError
 from jaxserve.models.spec import ModelSpec
 
 TABLES: dict[str, Callable[[ModelSpec], NameTable]] = {
+    "chatglm": chatglm.name_table,
+    "deepseek": deepseek.name_table,
+    "deepseek_v2": deepseek_v2.name_table,
+    "deepseek_v3": deepseek_v3.name_table,
+    "glm": glm.name_table,
+    "glm4": glm4.name_table,
+    "glm4_moe": glm4_moe.name_table,
+    "glm4_moe_lite": glm4_moe_lite.name_table,
     "llama": llama.name_table,
 }
 

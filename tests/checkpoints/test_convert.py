@@ -236,7 +236,8 @@ def stacked(tmp_path: Path, target: str = "target") -> tuple[Conversion, np.ndar
     table = NameTable({"experts.gate_up": Target(pieces, stacked=True), "norm": plain("norm", (3,))})
     whole = np.stack([np.stack([tensors[f"e.{e}.{n}"] for n in "gu"]) for e in range(EXPERTS)])
     reader = SafetensorsReader(tmp_path / "experts")
-    return Conversion(reader, table, tmp_path / target, Identity("experts", (), "float32")), whole
+    dtypes = dict.fromkeys(table.targets, np.dtype(np.float32))
+    return Conversion(reader, table, tmp_path / target, Identity("experts", (), "float32"), dtypes), whole
 
 
 def assert_stacked(conversion: Conversion, whole: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize, quantize
 
-from checkpoints.export import export_hf
+from checkpoints.export import export
 from checkpoints.files import Kind
 from checkpoints.readers.gguf import GgufReader, unpermute
 from checkpoints.readers.safetensors import SafetensorsReader
@@ -204,7 +204,7 @@ def test_llama3_scaling_is_found_from_its_divisors(tmp_path: Path, tensors: dict
 
 def exported(tmp_path: Path, fields: Mapping[str, Any]) -> Path:
     tensors = tiny.random_tensors(CONFIG, np.float32)
-    export_hf(write_gguf(tmp_path / "x.gguf", CONFIG, tensors, fields=fields), tmp_path / "hf")
+    export(GgufReader(write_gguf(tmp_path / "x.gguf", CONFIG, tensors, fields=fields)), tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -213,7 +213,7 @@ def test_export_is_a_hugging_face_directory(tmp_path: Path, tensors: dict[str, n
     tiny.assert_equal({name: reader.read(name) for name in reader.tensors}, tensors)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "x.gguf"]
     with pytest.raises(CheckpointError, match="is there already"):
-        export_hf(tmp_path / "x.gguf", tmp_path / "hf")
+        export(GgufReader(tmp_path / "x.gguf"), tmp_path / "hf")
 
 
 def test_tokenizer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from checkpoints.assemble import assemble, check_names, take_apart
 from checkpoints.load import load_weights
 from checkpoints.names.families import TABLES, name_table
-from checkpoints.names.table import NameTable, Part, Piece, Target, joined, plain
+from checkpoints.names.table import Cut, NameTable, Part, Piece, Target, covers, joined, plain
 from checkpoints.readers.safetensors import SafetensorsReader
 from jaxserve.errors import CheckpointError, ModelError
 from jaxserve.models.decoder import parameter_shapes
@@ -37,7 +37,7 @@ def test_each_family_has_a_table() -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ModelError, match=r"'mamba'.*llama"):
+    with pytest.raises(ModelError, match=r"'mamba'.*chatglm, deepseek, .*llama"):
         name_table("mamba", model_spec(tiny.CONFIG))
 
 
@@ -61,10 +61,9 @@ def test_b131_round_trip_is_bit_for_bit(tmp_path: Path, variant: str) -> None:
     config = tiny.CONFIG | VARIANTS[variant]
     tensors = tiny.random_tensors(config)
     reader = SafetensorsReader(tiny.write_model(tmp_path / "model", config, tensors))
-    back: dict[str, np.ndarray] = {}
-    for target in table_of(config).targets.values():
-        back |= take_apart(target, assemble(reader, target, np.dtype("bfloat16")))
-    tiny.assert_equal(back, tensors)
+    table = table_of(config)
+    arrays = {name: assemble(reader, target, np.dtype("bfloat16")) for name, target in table.targets.items()}
+    tiny.assert_equal(take_apart(table, arrays), tensors)
 
 
 def check(tmp_path: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
@@ -136,11 +135,12 @@ def test_stacked_pieces(tmp_path: Path) -> None:
         tuple(Piece(tuple(Part(f"experts.{e}.{n}", (3, 4), (1, 3, 4)) for n in "gu")) for e in range(5)), stacked=True
     )
     reader = SafetensorsReader(tiny.write_model(tmp_path / "model", {}, tensors))
-    check_names(reader, NameTable({"experts": target}))
+    table = NameTable({"experts": target})
+    check_names(reader, table)
     whole = assemble(reader, target, np.dtype(np.float32))
     assert whole.shape == target.shape == (5, 2, 3, 4)
     np.testing.assert_array_equal(whole[3], np.stack([tensors["experts.3.g"], tensors["experts.3.u"]]))
-    tiny.assert_equal(take_apart(target, whole), tensors)
+    tiny.assert_equal(take_apart(table, {"experts": whole}), tensors)
 
 
 def test_a_table_that_does_not_fit_the_decoder(tmp_path: Path) -> None:
@@ -155,3 +155,48 @@ def test_a_table_that_does_not_fit_the_decoder(tmp_path: Path) -> None:
         CheckpointError, match=r"without a source: embed.weight; unknown .*: more; misshapen: norm.scale"
     ):
         load_weights(reader, NameTable(targets), tiny.wanted(tiny.CONFIG))
+
+
+def cut(start: int, stop: int, view: tuple[int, ...] = (2, 6), axis: int = 1) -> Part:
+    return Part("x", (12,), (2, stop - start), Cut(view, axis, start, stop))
+
+
+WHOLE = Part("x", (12,), (3, 4))
+COVERS = [
+    ([WHOLE], True),
+    ([cut(0, 2), cut(2, 6)], True),
+    ([cut(2, 6), cut(0, 2)], True),
+    ([cut(0, 6)], True),
+    ([WHOLE, WHOLE], False),
+    ([WHOLE, cut(0, 6)], False),
+    ([cut(0, 2), cut(3, 6)], False),
+    ([cut(0, 3), cut(2, 6)], False),
+    ([cut(0, 2), cut(2, 5)], False),
+    ([cut(1, 6)], False),
+    ([cut(0, 2), cut(2, 6, view=(2, 2, 3))], False),
+]
+
+
+@pytest.mark.parametrize(("parts", "right"), COVERS)
+def test_each_element_is_taken_once(parts: list[Part], right: bool) -> None:
+    assert covers(parts) == right
+
+
+def test_a_table_that_takes_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    table = NameTable({"a": plain("x", (4,)), "b": plain("x", (4,))})
+    reader = SafetensorsReader(tiny.write_model(tmp_path / "model", {}, {"x": np.ones(4, np.float32)}))
+    with pytest.raises(AssertionError, match="once"):
+        check_names(reader, table)
+
+
+def test_cuts_there_and_back(tmp_path: Path) -> None:
+    """Of each head's rows the first ones go here and the others there."""
+    x = np.arange(24, dtype=np.float32).reshape(12, 2)
+    parts = [Part("x", (12, 2), (3, n, 2), Cut((3, 4, 2), 1, at, at + n)) for at, n in ((0, 1), (1, 3))]
+    table = NameTable({name: joined(0, part) for name, part in zip("ab", parts, strict=True)})
+    reader = SafetensorsReader(tiny.write_model(tmp_path / "model", {}, {"x": x}))
+    check_names(reader, table)
+    arrays = {name: assemble(reader, target, np.dtype(np.float32)) for name, target in table.targets.items()}
+    np.testing.assert_array_equal(arrays["a"][1], [[8, 9]])
+    np.testing.assert_array_equal(arrays["b"][1], [[10, 11], [12, 13], [14, 15]])
+    tiny.assert_equal(take_apart(table, arrays), {"x": x})

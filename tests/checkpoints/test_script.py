@@ -47,7 +47,7 @@ def test_a_second_run(tmp_path: Path, source: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("config", "code", "words"),
     [
-        ({"model_type": "mamba"}, 3, "model_type is 'mamba', supported: llama"),
+        ({"model_type": "mamba"}, 3, "model_type is 'mamba', supported: chatglm, deepseek, "),
         ({"num_hidden_layers": 3}, 4, "missing: model.layers.2."),
     ],
 )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints.smollm2_forms import fetch_form
 from checkpoints.source import open_model
 from jaxserve import LLM, SamplingParams
 from jaxserve.mesh import make_mesh
@@ -34,10 +35,12 @@ pytestmark = [
 ]
 
 
+OPTIONS = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, dtype="float32", device="cpu")
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    options = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, dtype="float32", device="cpu")
-    with LLM(str(MODEL), compile_cache_dir="", **options) as llm:
+    with LLM(str(MODEL), compile_cache_dir="", **OPTIONS) as llm:
         yield llm
 
 
@@ -46,6 +49,18 @@ def test_greedy_ids_are_those_of_transformers(llm: LLM) -> None:
     results = llm.generate([prompt["prompt_ids"] for prompt in GOLDENS], params)
     for prompt, result in zip(GOLDENS, results, strict=True):
         assert result.outputs[0].token_ids == prompt["greedy_ids"], prompt["text"]
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"), [("dense", 8), ("moe", 12), pytest.param("moe", 64, marks=pytest.mark.nightly)]
+)
+def test_the_same_weights_as_a_glm_checkpoint_give_the_same_ids(form: str, tokens: int) -> None:
+    """SmolLM2 is exactly a `glm4_moe`: all layers dense, or each block cut into one shared and three routed experts."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    with LLM(str(fetch_form(MODEL.parent, form)), compile_cache_dir="", **OPTIONS) as llm:
+        results = llm.generate([prompt["prompt_ids"] for prompt in GOLDENS], params)
+    for prompt, result in zip(GOLDENS, results, strict=True):
+        assert result.outputs[0].token_ids == prompt["greedy_ids"][:tokens], prompt["text"]
 
 
 def test_first_logits_are_those_of_transformers() -> None:
