@@ -111,8 +111,8 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     from jaxserve.batch import FLAG_RANDOM, Batch, Layout
 
     layout = Layout(bucket, shape)
-    vector = layout.empty()
-    views = layout.views(vector)
+    vector = layout.empty()[None]  # one lane
+    views = layout.views(vector[0])
     views["flags"][:] = FLAG_RANDOM
     views["slot"][:] = np.arange(bucket.rows)
     views["position"][:] = args.context
@@ -121,7 +121,8 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
 
     def call(argument: Any = None) -> Any:
-        runner.state, result = step(runner.leaves, runner.state, runner._put(vector) if argument is None else argument)
+        argument = jax.device_put(vector, runner.by_lane) if argument is None else argument
+        runner.state, result = step(runner.leaves, runner.state, argument)
         return result
 
     for _ in range(5):
@@ -141,12 +142,14 @@ def medians(parts: dict[str, list[float]]) -> dict[str, float]:
 
 def idle_parts(runner: Any, vector: Any, call: Any) -> dict[str, float]:
     """put, call, copy and the whole step, each dispatch with the device idle."""
+    import jax
+
     from jaxserve.runtime.runner import Pending
 
     parts: dict[str, list[float]] = {name: [] for name in ("put", "call", "copy", "step_sync")}
     for _ in range(REPEATS):
         t0 = time.perf_counter()
-        put = runner._put(vector)
+        put = jax.device_put(vector, runner.by_lane)
         t1 = time.perf_counter()
         result = call(put)
         t2 = time.perf_counter()
@@ -194,8 +197,8 @@ def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
     entries = [(slot, i, (slot * pages + i) % shape.num_pages) for slot in range(bucket.rows) for i in range(pages)]
     for first in range(0, len(entries), layout.updates):
         part = entries[first : first + layout.updates]
-        vector = layout.empty()
-        views = layout.views(vector)
+        vector = layout.empty()[None]
+        views = layout.views(vector[0])
         for name, column in zip(("update_slot", "update_index", "update_page"), zip(*part, strict=True), strict=True):
             views[name][: len(part)] = column
         runner.dispatch(Batch(bucket, vector)).result()
@@ -203,6 +206,8 @@ def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
 
 def ahead(runner: Any, batch: Any, step: Any) -> dict[str, float]:
     """One step ahead, as the engine runs: the whole step, and the median of each part of the loop in it."""
+    import jax
+
     from jaxserve.runtime.runner import Pending
 
     parts: dict[str, list[float]] = {name: [] for name in ("ahead_put", "ahead_call", "ahead_copy", "ahead_wait")}
@@ -211,7 +216,7 @@ def ahead(runner: Any, batch: Any, step: Any) -> dict[str, float]:
     start_s = time.perf_counter()
     for _ in range(count):
         t0 = time.perf_counter()
-        put = runner._put(batch.vector)
+        put = jax.device_put(batch.vector, runner.by_lane)
         t1 = time.perf_counter()
         runner.state, result = step(runner.leaves, runner.state, put)
         t2 = time.perf_counter()
