@@ -6,7 +6,7 @@ The rendered text already holds BOS and the role marks: it is encoded without th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,21 +17,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import InvalidRequest, ModelError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "observation")
+PROBE = "one part"
 
 
 class ChatTemplate:
     """A compiled Jinja template. It runs in a sandbox: a template comes with the model, and so from strangers.
 
     Templates may use what Hugging Face gives them: loop controls, `tojson` without ASCII escapes, `raise_exception`,
-    `strftime_now` and `generation` blocks. Raises ModelError for a source that is no template.
+    `strftime_now` and `generation` blocks; `tools` and `documents` are none where there are none. The text equals
+    transformers' (tests/goldens/chat), but for a null content, which prints nothing here: transformers 5.17 prints
+    "None", and 5.24 drops the field, on which templates that ask whether it is none fail.
+    A message's text parts go to a template that reads them as they are; for others they become lines of one text.
+    Raises ModelError for a source that is no template.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, GenerationBlock],
+            finalize=lambda value: "" if value is None else value,
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_exception
@@ -41,6 +49,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ModelError(f"chat template: line {getattr(error, 'lineno', '?')}: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._reads_parts = frozenset(filter(self._try_parts, ROLES))
 
     def render(
         self,
@@ -50,19 +59,30 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text. Raises InvalidRequest for messages that are malformed or that the template refuses."""
-        checked = check_messages(messages)
+        checked = check_messages(messages, self._reads_parts)
         for name, value in (("tools", tools), ("template_kwargs", template_kwargs)):
             check_strings(name, value)
-        values = {**self._special_tokens, **(template_kwargs or {}), "messages": checked}
-        values["add_generation_prompt"] = add_generation_prompt
+        values = {"tools": None, "documents": None, **self._special_tokens, **(template_kwargs or {})}
         if tools:
             values["tools"] = list(tools)
         try:
-            return self._template.render(values)
+            return self._template.render(values, messages=checked, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template can raise anything: all of it is about these messages
             raise InvalidRequest(
                 "messages", [entry["role"] for entry in checked], f"what the chat template accepts; it says: {error}"
             ) from error
+
+    def _try_parts(self, role: str) -> bool:
+        """Whether the template itself takes a list of text parts from this role: tried, as nothing declares it."""
+        before = [] if role in ("system", "user") else [{"role": "user", "content": "x"}]
+        messages = [*before, {"role": role, "content": [{"type": "text", "text": PROBE}]}]
+        try:
+            text = self._template.render(
+                self._special_tokens, messages=messages, add_generation_prompt=False, tools=None
+            )
+        except Exception:  # as in `render`: one that cannot take a list fails in its own way
+            return False
+        return PROBE in text and "'type'" not in text and '"type"' not in text  # else it printed the list
 
 
 class GenerationBlock(Extension):
@@ -92,8 +112,11 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with `content` as one string. Raises InvalidRequest naming the first bad field."""
+def check_messages(messages: Sequence[Mapping[str, Any]], reads_parts: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The messages with `content` as one string, but for roles in `reads_parts`, whose text parts are left.
+
+    Raises InvalidRequest naming the first bad field.
+    """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidRequest("messages", messages, "a list of objects with role and content")
     if not messages:
@@ -105,14 +128,17 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             raise InvalidRequest(field, message, "an object with role and content")
         if message.get("role") not in ROLES:
             raise InvalidRequest(f"{field}.role", message.get("role"), f"one of {', '.join(ROLES)}")
-        entry = {**message, "content": content_text(f"{field}.content", message)}
+        entry = {**message, "content": message_content(f"{field}.content", message, message["role"] in reads_parts)}
         check_strings(field, entry)
         checked.append(entry)
     return checked
 
 
-def content_text(field: str, message: Mapping[str, Any]) -> str | None:
-    """A message's text: a string, or text parts, which become lines. An assistant's may be absent beside tool calls."""
+def message_content(field: str, message: Mapping[str, Any], as_parts: bool) -> str | list[dict[str, str]] | None:
+    """A message's text: a string, or text parts, which become lines unless `as_parts`.
+
+    An assistant's may be absent beside tool calls: None.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -122,7 +148,7 @@ def content_text(field: str, message: Mapping[str, Any]) -> str | None:
         texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
         lines = [text for text in texts if isinstance(text, str)]
         if len(lines) == len(content):
-            return "\n".join(lines)
+            return [{"type": "text", "text": line} for line in lines] if as_parts else "\n".join(lines)
     raise InvalidRequest(field, content, "a string, or a list of parts of type text")
 
 

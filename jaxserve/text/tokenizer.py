@@ -1,8 +1,8 @@
 """Takes a directory with Hugging Face tokenizer files; gives text -> ids, and the table id -> bytes for the way back.
 
-`tokenizer.json` is read with the `tokenizers` library alone: importing transformers takes seconds. A directory with
-only older files is converted by `convert.py` in a process of its own; one without any gives None, and text is then
-refused.
+`tokenizer.json` is read with the `tokenizers` library alone: importing transformers takes seconds. A tokenizer.model
+that lists ranks is read by `ranks`; a directory with only other older files is converted by `convert.py` in a process
+of its own; one without any gives None, and text is then refused.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.text.ranks import is_ranks_file, read_ranks
 from jaxserve.text.token_bytes import token_table
 
 OLD_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 CONVERSION_TIMEOUT_S = 300.0
+PROBE = "a"
 PROBE_GROWTH = 8  # a long text is tried by its beginning: 8 characters an allowed token, then 64, ...
 
 
 class Tokenizer:
     """Text to ids, ids to bytes. Safe to use from several threads; nothing changes after construction.
 
-    Rules: ids of special tokens written out in a text are taken as such. `decode` gives exactly the tokens' bytes
-    (no clean-up of spaces), less one leading space where the tokenizer puts one before every text; streams keep that
-    space, since an answer continues its prompt. Bytes that are no UTF-8 show as one U+FFFD each maximal broken part.
+    Rules: ids of special tokens written out in a text are taken as such, as transformers and vLLM take them.
+    `decode` gives exactly the tokens' bytes (no clean-up of spaces), less one leading space where the tokenizer puts
+    one before every text; streams keep that space, since an answer continues its prompt. Bytes that are no UTF-8 show
+    as one U+FFFD each maximal broken part.
+
+    What stands before and behind a text (BOS, [gMASK]<sop>) is what tokenizer.json's post-processor adds, unless
+    tokenizer_config.json has add_bos_token or add_eos_token: then these decide, as in transformers 4. transformers 5.17
+    and 5.24 drop both flags where there is a tokenizer.json, so that DeepSeek V2 to V3.1, whose post-processor adds
+    nothing, would lose the BOS that their configs ask for and that they were trained with; SGLang puts it back too.
+    A text that already begins with what would be added gets none: a rendered chat that is sent as a raw prompt.
     """
 
     def __init__(self, backend: Backend, config: dict[str, Any]) -> None:
@@ -55,17 +64,30 @@ class Tokenizer:
         self._shrink_factor = 8 if shrinks else 1  # by how much a text may get shorter before it is cut into tokens
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
-        # transformers' rule: the flags of tokenizer_config.json, where there, replace tokenizer.json's own ends.
-        self._flags_decide = "add_bos_token" in config or "add_eos_token" in config
-        self._before = [self.bos_id] if config.get("add_bos_token") and self.bos_id is not None else []
-        self._after = [self.eos_id] if config.get("add_eos_token") and self.eos_id is not None else []
+        self._before, self._after = self._ends(config)
+
+    def _ends(self, config: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """The ids put before and behind a text; every kind of post-processor puts the same ones around all texts."""
+        if "add_bos_token" in config or "add_eos_token" in config:
+            before, after = bool(config.get("add_bos_token")), bool(config.get("add_eos_token"))
+            bos, eos = ([] if token is None else [token] for token in (self.bos_id, self.eos_id))
+            return bos if before else [], eos if after else []
+        plain, whole = (self._backend.encode(PROBE, add_special_tokens=special).ids for special in (False, True))
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        raise CheckpointError(
+            f"tokenizer.json: its post-processor makes {whole} of {plain}, supported: ids around them"
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; with `add_special_tokens` also those that the tokenizer puts around one, such as BOS."""
-        special = add_special_tokens and not self._flags_decide
         # A batch of one: unlike `encode` it lets other threads run, so a long text does not hold up the streams.
-        ids = self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return [*self._before, *ids, *self._after] if add_special_tokens and self._flags_decide else ids
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if not add_special_tokens:
+            return ids
+        before = [] if ids[: len(self._before)] == self._before else self._before
+        return [*before, *ids, *self._after]
 
     def continuation(self, text: str) -> list[int]:
         """Ids of a text that stands behind other text: without the space some tokenizers put before a first word."""
@@ -122,32 +144,53 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
     """The directory's tokenizer, or None if it has no tokenizer files. Raises CheckpointError for a damaged file."""
     if not directory.is_dir():
         raise CheckpointError(f"tokenizer: {directory} is not a directory")
+    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    backend = load_backend(directory, config)
+    return None if backend is None else Tokenizer(backend, config)
+
+
+def load_backend(directory: Path, config: dict[str, Any]) -> Backend | None:
+    """The tokenizer itself from whichever files there are, newest form first."""
     path = directory / "tokenizer.json"
     if path.is_file():
         text = path.read_text(encoding="utf-8")
+    elif is_ranks_file(directory / "tokenizer.model"):
+        return read_ranks(directory / "tokenizer.model", config)
     elif any((directory / name).is_file() for name in OLD_FILES):
         text = convert_old_files(directory)
     else:
         return None
     try:
-        backend = Backend.from_str(text)
+        return Backend.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a tokenizer that can be read: {error}") from error
-    config = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / "tokenizer_config.json")}
-    template = directory / "chat_template.jinja"
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return Tokenizer(backend, config)
 
 
 def read_eos_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """All ids that end a text: of generation_config.json (else config.json), and the tokenizer's own eos token."""
+    """All ids that end a text: those of generation_config.json, of config.json, and the tokenizer's own eos token.
+
+    A chat model has several (end of text, the next role's mark), and no one file is sure to name them all: GLM's
+    tokenizers name one of three. Raises CheckpointError for an entry that is no id.
+    """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        given = read_json(directory / name).get("eos_token_id")
-        if given is not None:
-            found.update(given if isinstance(given, list) else [given])
-            break
+    config = read_json(directory / "config.json")
+    nested = config.get("text_config")  # of a model that also sees
+    for name, part in (
+        ("generation_config.json", read_json(directory / "generation_config.json")),
+        ("config.json", config),
+        ("config.json: text_config", nested if isinstance(nested, dict) else {}),
+    ):
+        given = part.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise CheckpointError(
+                    f"{directory / name}: eos_token_id is {given!r}, expected: an id or a list of ids"
+                )
+        found.update(ids)
     if tokenizer is not None and tokenizer.eos_id is not None:
         found.add(tokenizer.eos_id)
     return tuple(sorted(found))

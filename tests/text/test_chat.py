@@ -40,7 +40,8 @@ def test_the_usual_shape(tokenizer):
         ("{{ strftime_now('%d %b %Y') }}", "01 Dec 2026"),
         ("{% generation %}{{ messages[0].role }}{% endgeneration %}", "user"),
         ("    {% if true %}\nx\n    {% endif %}\n", "x\n"),
-        ("{{ tools is defined }}{{ enable_thinking }}", "Falseno"),
+        ("{{ tools is none }}{{ documents is none }}{{ enable_thinking }}", "TrueTrueno"),
+        ("{{ thinking is defined }}{{ thinking }}", "False"),
     ],
 )
 def test_what_templates_use(source, expected):
@@ -94,6 +95,32 @@ def test_text_parts_become_lines_and_tool_calls_need_no_content():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
     assert render("{{ messages[0].content is none }}", [{"role": "assistant", "tool_calls": [{}]}]) == "True"
+    assert render("{{ messages[0].content }}", [{"role": "assistant", "tool_calls": [{}]}]) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}", "[a][b]"),
+        ("{{ messages[0].content }}", "a\nb"),
+        ("{{ messages[0].content | tojson }}", '"a\\nb"'),
+        ("{{ 'User: ' + messages[0].content }}", "User: a\nb"),
+        ("{{ raise_exception('no') if messages[0].content is not string else messages[0].content }}", "a\nb"),
+    ],
+)
+def test_text_parts_go_to_a_template_that_reads_them(source, expected):
+    parts = [{"type": "text", "text": "a", "extra": 1}, {"type": "text", "text": "b"}]
+    assert render(source, [{"role": "user", "content": parts}]) == expected
+
+
+def test_text_parts_are_read_role_by_role():
+    """GLM-4.7's template reads the parts of all roles but a tool's, whose list it prints."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' or m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(source, [{"role": "user", "content": parts}, {"role": "tool", "content": parts}]) == "[a][b]a\nb"
 
 
 @pytest.mark.parametrize(

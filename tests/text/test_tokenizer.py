@@ -10,7 +10,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, normalizers
+from tokenizers import Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.errors import CheckpointError, InvalidRequest, ModelError
@@ -52,6 +52,28 @@ def test_bos_is_added_by_the_post_processor_or_by_the_flag(tokenizer, metaspace,
     assert flagged.encode("the") == [0, *tokenizer.encode("the")]
     unflagged = load_tokenizer(tiny_metaspace_dir(tmp_path / "b", add_bos_token=False))
     assert unflagged.encode("the") == metaspace.encode("the", add_special_tokens=False)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(metaspace, tmp_path):
+    flagged = load_tokenizer(tiny_tokenizer_dir(tmp_path, add_bos_token=True))
+    assert flagged.encode("<|endoftext|>the") == flagged.encode("the") and flagged.encode("")[:1] == [0]
+    assert metaspace.encode("<s>the").count(1) == 1 and metaspace.encode("the<s>").count(1) == 2
+
+
+def test_what_the_post_processor_adds_stands_on_both_sides(tmp_path):
+    path = tiny_tokenizer_dir(tmp_path)
+    file = path / "tokenizer.json"
+    backend = Backend.from_file(str(file))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> <|im_start|> $A <|im_end|>",
+        special_tokens=[("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)],
+    )
+    backend.save(str(file))
+    loaded = load_tokenizer(path)
+    plain = loaded.encode("the cat", add_special_tokens=False)
+    assert loaded.encode("the cat") == [0, 1, *plain, 2] == backend.encode("the cat").ids
+    assert loaded.encode("") == [0, 1, 2] and loaded.encode("<|endoftext|>the cat") == [0, 1, 0, *plain, 2]
+    assert loaded.encode("<|endoftext|><|im_start|>the cat") == [0, 1, *plain, 2]
 
 
 def test_continuation_has_no_space_of_its_own(metaspace, tokenizer):
@@ -136,7 +158,16 @@ def test_eos_ids_are_those_of_all_files(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert read_eos_ids(tmp_path, tokenizer) == (2, 7)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 9]}')
-    assert read_eos_ids(tmp_path, tokenizer) == (1, 2, 9)
+    assert read_eos_ids(tmp_path, tokenizer) == (1, 2, 7, 9)
+    (tmp_path / "config.json").write_text('{"eos_token_id": null, "text_config": {"eos_token_id": [5, 9]}}')
+    assert read_eos_ids(tmp_path, tokenizer) == (1, 2, 5, 9)
+
+
+@pytest.mark.parametrize("given", ['"</s>"', "[1, null]", "true", "{}", "1.5"])
+def test_eos_ids_that_are_none_are_named(tmp_path, given):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {given}}}')
+    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id is .*, expected: an id or a list"):
+        read_eos_ids(tmp_path, None)
 
 
 def test_older_files_are_converted(tmp_path, tokenizer):
