@@ -93,18 +93,33 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them; messages are dicts with "role" and "content"."""
+        """Answer one conversation, or a list of them; messages are dicts with "role" and "content".
+
+        `template_kwargs` go to the model's chat template: GLM takes {"enable_thinking": False}, DeepSeek-V3.1
+        {"thinking": True}.
+        """
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        return self._run_all([self._prepare_chat(one, params) for one, params in paired(many, sampling_params)])
+        extra = (template_kwargs, add_generation_prompt)
+        return self._run_all([self._prepare_chat(one, params, *extra) for one, params in paired(many, sampling_params)])
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what is new since the last yield. Closing the iterator cancels the request."""
         return self._stream(self._prepare(prompt, sampling_params))
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """As `stream`, for a conversation."""
-        return self._stream(self._prepare_chat(messages, sampling_params))
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """As `stream`, for a conversation (see `chat`)."""
+        return self._stream(self._prepare_chat(messages, sampling_params, template_kwargs, add_generation_prompt))
 
     async def generate_async(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Complete one prompt without blocking the event loop; cancelling the task cancels the request."""
@@ -181,9 +196,21 @@ class LLM:
             (prompt,) = prompt.values()
         return prepare(prompt, params or SamplingParams(), self.limits, self._text.tokenizer)
 
-    def _prepare_chat(self, messages: Messages, params: SamplingParams | None) -> Prepared:
+    def _prepare_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None,
+        template_kwargs: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> Prepared:
         return prepare_chat(
-            messages, params or SamplingParams(), self.limits, self._text.tokenizer, self._text.template
+            messages,
+            params or SamplingParams(),
+            self.limits,
+            self._text.tokenizer,
+            self._text.template,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
         )
 
     def _run_all(self, prepared: list[Prepared]) -> list[RequestOutput]:

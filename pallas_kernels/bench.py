@@ -27,9 +27,23 @@ from pallas_kernels.gqa_decode import benchmark as gqa_decode
 from pallas_kernels.gqa_decode import check as gqa_decode_check
 from pallas_kernels.gqa_prefill import benchmark as gqa_prefill
 from pallas_kernels.gqa_prefill import check as gqa_prefill_check
+from pallas_kernels.grouped_gemm import benchmark as grouped_gemm
+from pallas_kernels.grouped_gemm import check as grouped_gemm_check
+from pallas_kernels.mla_decode import benchmark as mla_decode
+from pallas_kernels.mla_decode import check as mla_decode_check
 
-OPS: dict[str, ModuleType] = {"gqa_decode": gqa_decode, "gqa_prefill": gqa_prefill}
-CHECKS: dict[str, ModuleType] = {"gqa_decode": gqa_decode_check, "gqa_prefill": gqa_prefill_check}
+OPS: dict[str, ModuleType] = {
+    "gqa_decode": gqa_decode,
+    "gqa_prefill": gqa_prefill,
+    "grouped_gemm": grouped_gemm,
+    "mla_decode": mla_decode,
+}
+CHECKS: dict[str, ModuleType] = {
+    "gqa_decode": gqa_decode_check,
+    "gqa_prefill": gqa_prefill_check,
+    "grouped_gemm": grouped_gemm_check,
+    "mla_decode": mla_decode_check,
+}
 RIVALS = Path(__file__).parent / "data" / "rivals_h200.json"
 
 

@@ -30,7 +30,18 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("mosaic_gpu", "pallas_kernels.gqa_prefill.mosaic_gpu"),
             ("xla", "pallas_kernels.gqa_prefill.xla"),
         ),
+        "grouped_gemm": (
+            ("mosaic_gpu", "pallas_kernels.grouped_gemm.mosaic_gpu"),
+            ("xla", "pallas_kernels.grouped_gemm.xla"),
+        ),
         "kv_write": (("xla", "pallas_kernels.kv_write.xla"),),
+        "latent_write": (("xla", "pallas_kernels.latent_write.xla"),),
+        "mla_decode": (
+            ("mosaic_gpu", "pallas_kernels.mla_decode.mosaic_gpu"),
+            ("xla", "pallas_kernels.mla_decode.xla"),
+        ),
+        "mla_prefill": (("xla", "pallas_kernels.mla_prefill.xla"),),
+        "moe_route": (("xla", "pallas_kernels.moe_route.xla"),),
     }
 )
 

@@ -68,8 +68,7 @@ class MoeMlp(nnx.Module):
         expert_TJ = jnp.where(paged.live_T[:, None], expert_TJ, -1)
         first = index(self.expert_axes) * self.local_experts
         order = sort_by_expert(expert_TJ, first=first, count=self.local_experts)
-        weight_A = jnp.zeros(order.row_A.shape, jnp.float32)
-        weight_A = weight_A.at[order.place_TJ].set(weight_TJ, mode="drop")
         h_AF = gate_up(x_TD, order.row_A, self.experts_gate_up[...], order.size_X, device=device)
+        weight_A = weight_TJ.reshape(-1)[order.assignment_A]
         y_AD = down(h_AF, self.experts_down[...], order.size_X, weight_A, device=device)
         return combine(y_AD, order.place_TJ, dtype=x_TD.dtype)

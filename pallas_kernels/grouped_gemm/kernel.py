@@ -1,0 +1,345 @@
+"""The Hopper kernel of grouped_gemm in Pallas Mosaic GPU: persistent CTAs that walk over the tiles of all experts.
+
+Weights lie on wgmma's M axis, the rows of an expert on N, so that few rows cost few columns: Y^T = W X^T. Two
+warpgroups compute, a third copies, tiles ahead of them. A tile is 2 blocks of 128 columns of one expert (gate and up,
+or neighbours) by R rows that start at a multiple of 8, as a tiled copy must; what other experts own there is computed
+and not stored. NOTES.md has the design and figures.
+Dimension keys beyond the contract's: R rows of a tile, S stages, B columns of a block, L columns of a warpgroup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+BLOCK, HALF = 128, 64  # columns of a block, and of a warpgroup in it: wgmma's M
+STEP = 64  # of the inner dimension, at least: 128 bytes, the widest swizzle
+ALIGN = 8  # rows of a swizzled tile of shared memory
+_SWIZZLE = plgpu.SwizzleTransform(128)
+_SWIZZLED = (plgpu.TilingTransform((ALIGN, STEP)), _SWIZZLE)
+_ROWS = plgpu.Layout.WGMMA.reduce(0)  # one value a row of the tile
+WALK = 8  # experts whose sizes are read at once
+_COPY = 2  # the warpgroup that copies
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What may be tuned for a device and a number of rows an expert."""
+
+    rows: int = 128  # R, of a tile; a multiple of 8
+    widths: tuple[int, ...] = ()  # rows of narrower products, for tiles that hold no more; multiples of 8 below R
+    stages: int = 4  # steps in flight
+    step: int = STEP  # of the inner dimension; a multiple of 64
+    blocks: int = 2  # of a tile; gate and up are always 2
+    stagger: int = 1  # steps by which the second warpgroup starts late: it multiplies while the first one stores
+    store_rows: int = 128  # that leave through shared memory at once, at most
+    swizzled_stores: bool = True  # without, threads that write neighbouring rows there meet in one bank
+    ctas: int = 132  # one an SM
+    compute_registers: int = 232
+    copy_registers: int = 40
+
+
+class _Walk(NamedTuple):
+    """A group of experts, and what lies before it and in it."""
+
+    group: jax.Array
+    rows_before: jax.Array
+    tiles_before: jax.Array
+    rows_here: jax.Array
+    tiles_here: jax.Array
+
+
+class _Tile(NamedTuple):
+    """Where a tile lies; done: steps of this CTA before it."""
+
+    expert: jax.Array
+    first_row: jax.Array  # a multiple of 8
+    first_live: jax.Array  # rows first_live .. end_live - 1 of the tile are the expert's, and this tile's to write
+    end_live: jax.Array
+    column: jax.Array  # number of the tile along the columns
+    whole: jax.Array  # all its blocks are within the columns, not only the first
+    done: jax.Array
+
+
+def grouped(
+    x_AK: jax.Array,
+    w_XPNK: jax.Array,
+    size_X: jax.Array,
+    weight_A: jax.Array | None,
+    out_AN: jax.Array | None = None,
+    *,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> jax.Array:
+    """[A, N] in x's dtype, as the contract's functions give it; P 2: silu of the first product times the second.
+
+    x_AK: sorted rows, a multiple of 8 and R at least. size_X: of a multiple of 8 experts, where the weights' last ones
+    may be missing. weight_A: fp32, as many as rows of x. out_AN: is written in place.
+    """
+    A, K = x_AK.shape
+    X, P, N, _ = w_XPNK.shape
+    R, blocks, stages, step = tuning.rows, tuning.blocks, tuning.stages, tuning.step
+    columns = -(-N // (BLOCK if P == 2 else BLOCK * blocks))
+    row_tiles = A // R + 2 * min(X, A)  # at most: a tile more than its rows need for each expert, and one for alignment
+    sizes = {
+        "columns": columns,
+        "steps": K // step,
+        "groups": size_X.shape[0] // WALK,
+        "rounds": -(-row_tiles * columns // tuning.ctas),
+        "uneven": P == 1 and -(-N // BLOCK) % blocks > 0,
+        "tuning": tuning,
+        "native": interpret is None,
+    }
+    arrays = {"size_X": size_X, "x_AK": x_AK, "w_XPNK": w_XPNK}
+    if weight_A is not None:
+        arrays["weight_A"] = weight_A
+
+    def grouped_gemm(*refs: Any, **scratch: Any) -> None:
+        r = SimpleNamespace(**dict(zip([*arrays, "out_AN"], refs, strict=True)), **scratch, **sizes)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup < _COPY)(lambda: _compute(r, warpgroup))
+        pl.when(warpgroup == _COPY)(lambda: _copy(r))
+
+    call = plgpu.kernel(
+        grouped_gemm,
+        out_type=() if out_AN is not None else jax.ShapeDtypeStruct((A, N), x_AK.dtype),
+        scratch_types={
+            "w_SPBK": plgpu.SMEM((stages, blocks, BLOCK, step), x_AK.dtype, transforms=_SWIZZLED),
+            "x_SRK": plgpu.SMEM((stages, R, step), x_AK.dtype, transforms=_SWIZZLED),
+            "o_2RL": plgpu.SMEM(
+                (2, min(R, tuning.store_rows), HALF),
+                x_AK.dtype,
+                transforms=(_SWIZZLE,) if tuning.swizzled_stores else (),
+            ),
+            "full": plgpu.Barrier(num_arrivals=blocks + 1, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "ahead": plgpu.Barrier(),
+        },
+        grid=(tuning.ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    if out_AN is None:
+        return call(*arrays.values())
+    out_ref = jax.new_ref(out_AN)
+    call(*arrays.values(), out_ref)
+    return jax.freeze(out_ref)
+
+
+def _sizes(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array) -> list[tuple[jax.Array, ...]]:
+    """(first row, rows, tiles) of each expert of a group. Tiles start at a multiple of 8."""
+    R = r.tuning.rows
+    found = []
+    for i in range(WALK):
+        size = r.size_X[jnp.minimum(group, r.groups - 1) * WALK + i]
+        span = lax.rem(rows_before, jnp.int32(ALIGN)) + size
+        tiles = jnp.where(size > 0, lax.div(span + (R - 1), jnp.int32(R)), 0)
+        found.append((rows_before, size, tiles))
+        rows_before += size
+    return found
+
+
+def _open(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array, tiles_before: jax.Array) -> _Walk:
+    rows_here = tiles_here = jnp.int32(0)
+    for _, size, tiles in _sizes(r, group, rows_before):
+        rows_here, tiles_here = rows_here + size, tiles_here + tiles
+    return _Walk(group, rows_before, tiles_before, rows_here, tiles_here)
+
+
+def _for_each_tile(r: SimpleNamespace, visit: Callable[[_Tile], None]) -> jax.Array:
+    """visit(tile) for each tile of this CTA. Returns its number of steps.
+
+    Neighbouring CTAs take neighbouring columns of the same rows, then the expert's next rows: what they share is in
+    the L2. Each round shifts them by one, so that none has only tiles that are not whole.
+    """
+    cta, ctas = lax.axis_index("cta"), jnp.int32(r.tuning.ctas)
+
+    def one(index: jax.Array, state: tuple[_Walk, jax.Array]) -> tuple[_Walk, jax.Array]:
+        walk, done = state
+        number = index * ctas + lax.rem(cta + index, ctas)
+        row_tile, column = lax.div(number, jnp.int32(r.columns)), lax.rem(number, jnp.int32(r.columns))
+        walk = lax.while_loop(
+            lambda w: (w.group < r.groups) & (row_tile >= w.tiles_before + w.tiles_here),
+            lambda w: _open(r, w.group + 1, w.rows_before + w.rows_here, w.tiles_before + w.tiles_here),
+            walk,
+        )
+        here = walk.group < r.groups
+        pl.when(here)(lambda: visit(_place(r, walk, row_tile, column, done)))
+        return walk, done + jnp.where(here, r.steps, 0)
+
+    zero = jnp.int32(0)
+    _, done = lax.fori_loop(0, r.rounds, one, (_open(r, zero, zero, zero), zero))
+    return done
+
+
+def _place(r: SimpleNamespace, walk: _Walk, row_tile: jax.Array, column: jax.Array, done: jax.Array) -> _Tile:
+    """An expert's tiles are of one height, a multiple of 8 that is R at most."""
+    left = row_tile - walk.tiles_before
+    expert = first = size = tiles = index = jnp.int32(0)
+    for i, one in enumerate(_sizes(r, walk.group, walk.rows_before)):
+        mine = (left >= 0) & (left < one[2])
+        found = (walk.group * WALK + i, *one, left)
+        before = (expert, first, size, tiles, index)
+        expert, first, size, tiles, index = (jnp.where(mine, new, old) for new, old in zip(found, before, strict=True))
+        left -= one[2]
+    aligned = lax.div(first, jnp.int32(ALIGN))  # in units of 8 rows
+    units = lax.div(first - aligned * ALIGN + size + (ALIGN - 1), jnp.int32(ALIGN))
+    height = lax.div(units + tiles - 1, tiles)
+    wanted = aligned + index * height
+    # A tile is read whole, also at the end of the rows.
+    start = jnp.minimum(wanted, (r.x_AK.shape[0] - r.tuning.rows) // ALIGN)
+    return _Tile(
+        expert=expert,
+        first_row=start * ALIGN,
+        first_live=jnp.maximum(first, wanted * ALIGN) - start * ALIGN,
+        end_live=jnp.minimum(first + size, (wanted + height) * ALIGN) - start * ALIGN,
+        column=column,
+        whole=(column < r.columns - 1) | (not r.uneven),
+        done=done,
+    )
+
+
+def _column(r: SimpleNamespace, tile: _Tile, block: int) -> jax.Array:
+    """First column of a block in its product; the last block of a product is moved up to end with it."""
+    P, N = r.w_XPNK.shape[1:3]
+    number = tile.column if P == 2 else tile.column * r.tuning.blocks + block
+    return jnp.minimum(number * (BLOCK // ALIGN), (N - BLOCK) // ALIGN) * ALIGN
+
+
+def _copy(r: SimpleNamespace) -> None:
+    """The copying warpgroup: weights and rows, `stages` steps ahead."""
+    if r.native:
+        plgpu.set_max_registers(r.tuning.copy_registers, action="decrease")
+    P, stages, step = r.w_XPNK.shape[1], r.tuning.stages, r.tuning.step
+
+    def visit(tile: _Tile) -> None:
+        columns = [_column(r, tile, block) for block in range(r.tuning.blocks)]
+
+        @pl.loop(0, r.steps)
+        def _(index: jax.Array) -> None:
+            stage = lax.rem(tile.done + index, jnp.int32(stages))
+            inner = pl.ds(index * step, step)
+            pl.when(tile.done + index >= stages)(lambda: plgpu.barrier_wait(r.free.at[stage]))
+            for block, column in enumerate(columns):
+                source = r.w_XPNK.at[tile.expert, block if P == 2 else 0, pl.ds(column, BLOCK), inner]
+
+                def fetch(source: Any = source, block: int = block) -> None:
+                    plgpu.copy_gmem_to_smem(source, r.w_SPBK.at[stage, block], r.full.at[stage])
+
+                if block and r.uneven:
+                    pl.when(tile.whole)(fetch)
+                    pl.when(jnp.logical_not(tile.whole))(lambda: plgpu.barrier_arrive(r.full.at[stage]))
+                else:
+                    fetch()
+            rows = pl.ds(tile.first_row, r.tuning.rows)
+            plgpu.copy_gmem_to_smem(r.x_AK.at[rows, inner], r.x_SRK.at[stage], r.full.at[stage])
+
+    done = _for_each_tile(r, visit)
+
+    # Every completion of a barrier must have been waited for when a kernel ends.
+    @pl.loop(jnp.maximum(done - stages, 0), done)
+    def _(index: jax.Array) -> None:
+        plgpu.barrier_wait(r.free.at[lax.rem(index, jnp.int32(stages))])
+
+
+def _compute(r: SimpleNamespace, side: jax.Array) -> None:
+    """A computing warpgroup: its 64 columns of each block of each tile."""
+    if r.native:
+        plgpu.set_max_registers(r.tuning.compute_registers, action="increase")
+    acc = plgpu.ACC((HALF, r.tuning.rows), jnp.float32)
+
+    def visit(tile: _Tile) -> None:
+        if r.tuning.stagger:
+            pl.when((side == 1) & (tile.done == 0))(lambda: plgpu.barrier_wait(r.ahead))
+        pieces = pl.run_scoped(lambda *accs: _products(r, side, tile, accs), *[acc] * r.tuning.blocks)
+        if r.w_XPNK.shape[1] == 2:
+            gate, up = pieces
+            pieces = [gate / (1.0 + jnp.exp(-gate)) * up]
+        if hasattr(r, "weight_A"):
+            rows = pl.ds(tile.first_row, r.tuning.rows)
+            weight_R = plgpu.load(r.weight_A.at[rows], layout=_ROWS, optimized=False)
+            pieces = [piece * lax.broadcast_in_dim(weight_R, piece.shape, [1]) for piece in pieces]
+        for block, piece in enumerate(pieces):
+
+            def store(block: int = block, piece: jax.Array = piece) -> None:
+                _store(r, side, tile, _column(r, tile, block), piece.astype(r.o_2RL.dtype))
+
+            pl.when(tile.whole)(store) if block and r.uneven else store()
+
+    _for_each_tile(r, visit)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _products(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
+    """One fp32 [64, R] a block, by the narrowest products that hold the tile's rows."""
+    below = jnp.int32(0)
+    for width in (*r.tuning.widths, r.tuning.rows):
+        fits = (tile.end_live > below) & (tile.end_live <= width)
+        below = width
+        for count in {len(accs), 1} if r.uneven else {len(accs)}:
+            mine = fits & (tile.whole == (count == len(accs)))
+
+            def multiply(width: int = width, count: int = count) -> None:
+                _steps(r, side, tile, [acc.at[:, pl.ds(0, width)] for acc in accs[:count]])
+
+            pl.when(mine)(multiply) if r.uneven or r.tuning.widths else multiply()
+    return [acc[...] for acc in accs]
+
+
+def _steps(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: list[Any]) -> None:
+    """The products of all steps; each gives its stage back while the next one runs."""
+    stages = r.tuning.stages
+    width = accs[0].shape[1]
+    mine = pl.ds(side * HALF, HALF)
+    ahead = min(r.tuning.stagger, r.steps) - 1
+
+    @pl.loop(0, r.steps)
+    def _(index: jax.Array) -> None:
+        stage = lax.rem(tile.done + index, jnp.int32(stages))
+        last = lax.rem(tile.done + index + (stages - 1), jnp.int32(stages))
+        plgpu.barrier_wait(r.full.at[stage])
+        for block, acc in enumerate(accs):
+            plgpu.wgmma(acc, r.w_SPBK.at[stage, block, mine], r.x_SRK.at[stage, pl.ds(0, width)].T)
+        if r.tuning.stagger:
+            pl.when((side == 0) & (tile.done + index == ahead))(lambda: plgpu.barrier_arrive(r.ahead))
+        plgpu.wgmma_wait(len(accs))
+        pl.when(index > 0)(lambda: plgpu.barrier_arrive(r.free.at[last]))
+
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(r.free.at[lax.rem(tile.done + (r.steps - 1), jnp.int32(stages))])
+
+
+def _store(r: SimpleNamespace, side: jax.Array, tile: _Tile, column: jax.Array, piece_LR: jax.Array) -> None:
+    """Transposes a warpgroup's part through shared memory and writes the tile's live rows, a power of two a copy."""
+    stage_RL = r.o_2RL.at[side]
+    columns = pl.ds(column + side * HALF, HALF)
+    most = stage_RL.shape[0]
+    for start in range(0, r.tuning.rows, most):
+        part_LR = piece_LR[:, start : start + most]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        target_RL = stage_RL.at[pl.ds(0, part_LR.shape[1])]
+        target_RL.T[...] = plgpu.layout_cast(part_LR, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        place = jnp.clip(tile.first_live - start, 0, part_LR.shape[1])
+        count = jnp.clip(tile.end_live - start, 0, part_LR.shape[1]) - place
+        width = 1 << (part_LR.shape[1].bit_length() - 1)
+        while width:
+
+            @pl.when((count & width) != 0)
+            def _(place: jax.Array = place, width: int = width, start: int = start) -> None:
+                rows = pl.ds(tile.first_row + start + place, width)
+                plgpu.copy_smem_to_gmem(stage_RL.at[pl.ds(place, width)], r.out_AN.at[rows, columns])
+
+            place += count & width
+            width //= 2

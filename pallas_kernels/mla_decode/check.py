@@ -1,0 +1,47 @@
+"""The correctness cases of mla_decode's native kernels on their own device: takes cases, gives results to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from pallas_kernels.compare import BOUNDS, Difference
+from pallas_kernels.device import Device
+from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
+from pallas_kernels.mla_decode.reference import dense
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 4092, 0, 128, 700)
+HEADS = (1, 8, 16, 20, 32, 64, 96, 128)
+
+
+def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]]:
+    """Label and function of each case; a function gives the kernel's result and the reference's."""
+    many = tuple(int(n) for n in np.random.default_rng(5).integers(0, 600, 60))
+    for heads in HEADS:
+        for name, lengths in (("edges", LENGTHS), ("60 rows", many), ("one row", (1000,))):
+            case = DecodeCase(f"h{heads} {name}", lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
+            yield case.name, _runner(case, device, mosaic_gpu.tuning_for(heads))
+    # One part holds all rows whole; parts of one page; a merge in several rounds.
+    for heads in (16, 32, 128):
+        case = DecodeCase(f"h{heads} edges", LENGTHS, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
+        for changes in ({"parts": 1}, {"min_pages": 1}, {"merge_items": (2,), "merge_heads": 3}):
+            tuning = replace(mosaic_gpu.tuning_for(heads), **changes)
+            yield f"{case.name} {changes}", _runner(case, device, tuning)
+
+
+def passes(found: Difference) -> bool:
+    """Within the bounds of bf16, and NaN or Inf nowhere."""
+    norm, element = BOUNDS["bfloat16"]
+    return found.norm <= norm and found.element <= element and not found.bad
+
+
+def _runner(case: DecodeCase, device: Device, tuning: mosaic_gpu.Tuning) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    inputs = make_inputs(case, seed=0)
+    expected = dense(*inputs, rank=case.rank, scale=case.scale)
+    options = {"rank": case.rank, "scale": case.scale, "device": device, "tuning": tuning}
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, **options))
+    return lambda: (np.asarray(call(*inputs), np.float32), expected)

@@ -1,0 +1,229 @@
+"""The Hopper kernel of mla_decode for few heads: tokens on wgmma's M axis, heads on N: 16 heads cost 16 columns.
+
+S^T = K Q^T, O^T = V^T P^T. One computing warpgroup a CTA, because a maximum over M crosses its warps through a scratch
+of which a CTA has one; one CTA an SM; a ring of thirds of pages (64 tokens x 192 columns), so that what has been used
+is refilled while the rest of its page is not. NOTES.md has the design and figures.
+Dimension keys beyond the contract's: A parts, I items (see split.py), H padded heads, J rope dimensions, S slots of
+the ring, C columns of a third, V columns of a third that are values.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode.common import (
+    LATENT_DIM,
+    NEVER,
+    PAGE_TOKENS,
+    RANK,
+    SWIZZLED,
+    TILE,
+    Tuning,
+    accumulate,
+    clear_stale,
+    constant,
+    for_each_item,
+    for_each_page,
+    is_whole,
+)
+from pallas_kernels.mla_decode.split import Split, num_items
+
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a head
+_THIRDS = 3
+_WIDTH = LATENT_DIM // _THIRDS
+_VALUES = tuple(min(_WIDTH, RANK - third * _WIDTH) for third in range(_THIRDS))  # value columns of each third
+_COMPUTE, _COPY = range(2)
+
+
+def partials(
+    q_BHR: jax.Array,
+    rope_q_BHJ: jax.Array,
+    latent_PKL: jax.Array,
+    table_BM: jax.Array,
+    length_B: jax.Array,
+    split: Split,
+    *,
+    heads: int,
+    scale: float,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """out [B, heads, rank] with the whole rows in it; partial results [I, H, rank] and their base-2 sums [I, H], fp32.
+
+    q_BHR, rope_q_BHJ: the two parts of the queries; heads past `heads` are padding, up to a multiple of 8 and to 16.
+    """
+    rows, padded, _ = q_BHR.shape
+    items, slots, dtype = num_items(tuning.parts, rows), tuning.slots, q_BHR.dtype
+    sizes = {
+        "heads": padded,
+        "slots": slots,
+        "scale": scale * math.log2(math.e),
+        # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers.
+        "carried": interpret is None,
+    }
+
+    def mla_decode_few_heads(*refs: Any, **scratch: Any) -> None:
+        names = ("first_row_A", "first_page_A", "last_row_A", "end_page_A", "table_BM", "length_B")
+        names += ("q_BHR", "rope_q_BHJ", "latent_PKL", "out_BHR", "part_IHR", "lse_IH")
+        r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == _COMPUTE)(lambda: _compute(r))
+        pl.when(warpgroup == _COPY)(lambda: _copy(r))
+
+    call = plgpu.kernel(
+        mla_decode_few_heads,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, heads, RANK), dtype),
+            jax.ShapeDtypeStruct((items, padded, RANK), jnp.float32),
+            jax.ShapeDtypeStruct((items, padded), jnp.float32),
+        ),
+        scratch_types={
+            "q_HR": plgpu.SMEM((padded, RANK), dtype, transforms=SWIZZLED),
+            "rope_q_HJ": plgpu.SMEM((padded, LATENT_DIM - RANK), dtype, transforms=SWIZZLED),
+            "ring_SKC": plgpu.SMEM((slots, PAGE_TOKENS, _WIDTH), dtype, transforms=SWIZZLED),
+            "p_HK": plgpu.SMEM((padded, PAGE_TOKENS), dtype, transforms=SWIZZLED),
+            "o_HV": tuple(plgpu.SMEM((padded, values), dtype) for values in _VALUES),
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "full": plgpu.Barrier(num_barriers=slots),
+            "free": plgpu.Barrier(num_barriers=slots),
+        },
+        grid=(tuning.parts,),
+        grid_names=("part",),
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return call(*split[:4], table_BM, length_B, q_BHR, rope_q_BHJ, latent_PKL)
+
+
+def _slot(r: SimpleNamespace, page: jax.Array, third: int) -> jax.Array:
+    """Where a third of the part's n-th page lies in the ring."""
+    return lax.rem(page * _THIRDS + third, jnp.int32(r.slots))
+
+
+def _copy(r: SimpleNamespace) -> None:
+    """The copying warpgroup: thirds of pages, as far ahead as the ring allows."""
+
+    def visit(index: jax.Array, row: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array) -> None:
+        def page(index: jax.Array, page_id: jax.Array) -> None:
+            for third in range(_THIRDS):
+                place = before + index - start
+                slot = _slot(r, place, third)
+                pl.when(place * _THIRDS + third >= r.slots)(lambda slot=slot: plgpu.barrier_wait(r.free.at[slot]))
+                source = r.latent_PKL.at[page_id, :, pl.ds(third * _WIDTH, _WIDTH)]
+                plgpu.copy_gmem_to_smem(source, r.ring_SKC.at[slot], r.full.at[slot])
+
+        for_each_page(r, row, start, end, page)
+
+    _, pages = for_each_item(r, visit)
+
+    # Every completion of a barrier must have been waited for when a kernel ends.
+    @pl.loop(jnp.maximum(pages * _THIRDS - r.slots, 0), pages * _THIRDS)
+    def _(piece: jax.Array) -> None:
+        plgpu.barrier_wait(r.free.at[lax.rem(piece, jnp.int32(r.slots))])
+
+
+def _compute(r: SimpleNamespace) -> None:
+    """The computing warpgroup: softmax over the pages of each item, its running maximum kept in base 2."""
+    part = lax.axis_index("part")
+
+    def visit(index: jax.Array, row: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array) -> None:
+        length = r.length_B[row]
+        plgpu.copy_gmem_to_smem(r.q_BHR.at[row], r.q_HR, r.q_full)
+        plgpu.copy_gmem_to_smem(r.rope_q_BHJ.at[row], r.rope_q_HJ, r.q_full)
+        plgpu.barrier_wait(r.q_full)
+
+        def page(index: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            return _page(r, before + index - start, length - index * PAGE_TOKENS, state)
+
+        state = (
+            tuple(constant(0.0, (values, r.heads), TILE) for values in _VALUES),
+            constant(NEVER, (r.heads,), _COLUMN),
+            constant(0.0, (PAGE_TOKENS, r.heads), TILE),
+        )
+        accs_VH, max_H, sum_KH = lax.fori_loop(start, end, page, state)
+        sum_H = sum_KH.sum(axis=0)
+        accs_VH = tuple(acc / lax.broadcast_in_dim(sum_H, acc.shape, [1]) for acc in accs_VH)
+        whole = is_whole(start, end, length)
+
+        @pl.when(whole)
+        def _() -> None:
+            heads = pl.ds(0, r.out_BHR.shape[1])
+            for acc, stage in zip(accs_VH, r.o_HV, strict=True):
+                stage.T[...] = _turned(acc, stage.dtype)
+            plgpu.commit_smem()
+            for third, stage in enumerate(r.o_HV):
+                plgpu.copy_smem_to_gmem(stage.at[heads], r.out_BHR.at[row, :, _values(third)])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            for third, acc in enumerate(accs_VH):
+                r.part_IHR.at[part + row, :, _values(third)].T[...] = _turned(acc, jnp.float32)
+            r.lse_IH.at[part + row][...] = max_H + jnp.log2(sum_H)
+
+    for_each_item(r, visit)
+
+
+def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One page of an item; live: tokens from this page's first one to the row's end, so 64 and more is a whole page.
+
+    sum_KH stays a tile, one sum for each place of a page: it is summed over tokens once an item.
+    """
+    accs_VH, max_H, sum_KH = state
+    tile = (PAGE_TOKENS, r.heads)
+    slots = [_slot(r, place, third) for third in range(_THIRDS)]
+
+    def scores(out: Any) -> jax.Array:
+        for third, slot in enumerate(slots):
+            plgpu.barrier_wait(r.full.at[slot])
+            plgpu.wgmma(out, r.ring_SKC.at[slot, :, pl.ds(0, _VALUES[third])], r.q_HR.at[:, _values(third)].T)
+        rope = r.ring_SKC.at[slots[-1], :, pl.ds(_VALUES[-1], LATENT_DIM - RANK)]
+        plgpu.wgmma(out, rope, r.rope_q_HJ.T)
+        return out[...]
+
+    score_KH = pl.run_scoped(scores, plgpu.ACC(tile, jnp.float32)) * r.scale
+    token_KH = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
+    score_KH = jnp.where(token_KH < live, score_KH, NEVER)
+    new_max_H = jnp.maximum(max_H, score_KH.max(axis=0))
+    keep_H = jnp.exp2(max_H - new_max_H)
+    weight_KH = jnp.exp2(score_KH - lax.broadcast_in_dim(new_max_H, tile, [1]))
+    sum_KH = sum_KH * lax.broadcast_in_dim(keep_H, tile, [1]) + weight_KH
+    weight_KH = plgpu.layout_cast(weight_KH.astype(r.p_HK.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    r.p_HK.T[...] = weight_KH
+    accs_VH = tuple(acc * lax.broadcast_in_dim(keep_H, acc.shape, [1]) for acc in accs_VH)
+
+    @pl.when(live < PAGE_TOKENS)
+    def _() -> None:
+        for slot, values in zip(slots, _VALUES, strict=True):
+            clear_stale(r.ring_SKC.at[slot, :, pl.ds(0, values)], live)
+
+    plgpu.commit_smem()
+
+    def add(outs: tuple[Any, ...]) -> None:
+        for out, slot, values in zip(outs, slots, _VALUES, strict=True):
+            plgpu.wgmma(out, r.ring_SKC.at[slot, :, pl.ds(0, values)].T, r.p_HK.T)
+        for third, slot in enumerate(slots):
+            plgpu.wgmma_wait(_THIRDS - 1 - third)
+            plgpu.barrier_arrive(r.free.at[slot])
+
+    return accumulate(add, accs_VH, carried=r.carried), new_max_H, sum_KH
+
+
+def _values(third: int) -> Any:
+    """The value columns of a third."""
+    return pl.ds(third * _WIDTH, _VALUES[third])
+
+
+def _turned(acc_VH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """In the layout in which the transposed array is stored."""
+    return plgpu.layout_cast(acc_VH.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)

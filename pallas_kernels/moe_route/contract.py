@@ -1,0 +1,159 @@
+"""Which experts each token goes to, and the order in which their rows are computed: takes a router's scores.
+
+Besides the dimension keys of the models (T tokens, X experts, D hidden): J experts a token, A = T J assignments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import registry
+from pallas_kernels.device import Device
+from pallas_kernels.moe_route import order
+
+OP = "moe_route"
+SCORINGS = ("softmax", "sigmoid")
+GROUP_SCORES = {"max": 1, "top2": 2}  # and how many experts of a group its score counts
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """How experts are chosen (DeepSeek-V2, arXiv 2405.04434 section 2.2; V3, arXiv 2412.19437 section 2.1.2).
+
+    scoring: of the logits, over all experts. top_k: experts a token. num_groups: experts are cut into so many groups
+    of neighbours, of which only the kept_groups best may be chosen from. group_score: "max", a group's best choice;
+    "top2", the sum of its two best. renormalise: the chosen weights are divided by their sum. scale: then multiplies.
+    """
+
+    scoring: str
+    top_k: int
+    num_groups: int = 1
+    kept_groups: int = 1
+    group_score: str = "max"
+    renormalise: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring is {self.scoring!r}, must be one of {', '.join(SCORINGS)}.")
+        if self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}, must be 1 or more.")
+        if self.num_groups < 1:
+            raise ValueError(f"num_groups is {self.num_groups}, must be 1 or more.")
+        if not 1 <= self.kept_groups <= self.num_groups:
+            raise ValueError(f"kept_groups is {self.kept_groups}, must be from 1 to num_groups, {self.num_groups}.")
+        if self.group_score not in GROUP_SCORES:
+            raise ValueError(f"group_score is {self.group_score!r}, must be one of {', '.join(GROUP_SCORES)}.")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale is {self.scale}, must be a positive number.")
+
+    def check_experts(self, experts: int) -> None:
+        """ValueError where this rule cannot choose among so many experts."""
+        width, rest = divmod(experts, self.num_groups)
+        if rest:
+            raise ValueError(f"num_groups is {self.num_groups}, must divide the {experts} experts.")
+        if self.top_k > width * self.kept_groups:
+            raise ValueError(
+                f"top_k is {self.top_k}, must be {width * self.kept_groups} at most: "
+                f"the experts in {self.kept_groups} of {self.num_groups} groups of {width}."
+            )
+        if self.grouped and width < GROUP_SCORES[self.group_score]:
+            raise ValueError(f"group_score is {self.group_score!r}, needs groups of 2 experts or more, not {width}.")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups leave any expert out."""
+        return self.kept_groups < self.num_groups
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRouteShapes:
+    """Static sizes of one call."""
+
+    tokens: int  # T
+    experts: int  # X
+    rule: RouteRule
+    bias: bool
+
+
+def moe_route(
+    logits_TX: jax.Array,
+    bias_X: jax.Array | None,
+    rule: RouteRule,
+    *,
+    device: Device,
+    implementation: str = registry.AUTO,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their weights in its sum.
+
+    score = scoring(logits); choice = score + bias; the top_k best choices win, of equal ones that of the lowest index.
+    The weights are scores, the bias is in none of them, and none is recovered by subtracting it: a score of 1e-8 beside
+    a bias of 12 would be lost. Experts of groups that are left out have choice minus infinity, not 0, which a negative
+    choice would lose to. Renormalised weights are divided by (sum + 1e-20), as transformers does.
+
+    Args:
+      logits_TX: fp32.
+      bias_X: fp32 [X], or None: the correction bias (`e_score_correction_bias`).
+      rule: of choosing.
+      device, implementation: see registry.select.
+
+    Returns:
+      expert_TJ: int32, the best choice first. weight_TJ: fp32.
+
+    Raises:
+      ValueError: shapes, dtypes and rule do not belong together. KernelChoiceError: the implementation does not fit.
+    """
+    tokens, experts = logits_TX.shape
+    if logits_TX.dtype != jnp.float32:
+        raise ValueError(f"{OP}: logits are {logits_TX.dtype}, must be float32: close scores tie in less.")
+    if bias_X is not None and (bias_X.shape != (experts,) or bias_X.dtype != jnp.float32):
+        raise ValueError(f"{OP}: bias is {bias_X.dtype} {bias_X.shape}, must be float32 {(experts,)}.")
+    rule.check_experts(experts)
+    shapes = MoeRouteShapes(tokens, experts, rule, bias_X is not None)
+    return registry.select(OP, shapes, device, implementation).run(logits_TX, bias_X=bias_X, rule=rule)
+
+
+class Order(NamedTuple):
+    """The assignments of this device's experts, expert by expert, and after them all the others; int32.
+
+    row_A: the token of each sorted assignment. place_TJ: where each assignment is in that order; A: not one of this
+    device's experts. size_X: rows of each of this device's experts; they stand at 0 .. sum(size) - 1. assignment_A:
+    which assignment a sorted row is, t J + j: `weight_TJ.reshape(-1)[assignment_A]` are the sorted weights.
+    """
+
+    row_A: jax.Array
+    place_TJ: jax.Array
+    size_X: jax.Array
+    assignment_A: jax.Array
+
+
+def sort_by_expert(expert_TJ: jax.Array, *, first: jax.Array | int, count: int) -> Order:
+    """Sorts assignments by expert, stably, so that tokens stay in order within an expert.
+
+    Args:
+      expert_TJ: int32; an id outside first .. first + count - 1 (another device's expert; -1 or any id past the last
+        one for a row of padding) is nobody's here.
+      first: this device's first expert; may be traced.
+      count: X, its number of experts, 1 or more.
+    """
+    if count < 1:
+        raise ValueError(f"sort_by_expert: count is {count}, must be 1 or more.")
+    assignment_A, place_TJ, size_X = order.sort(expert_TJ, first, count)
+    return Order(assignment_A // expert_TJ.shape[1], place_TJ, size_X, assignment_A)
+
+
+def combine(y_AD: jax.Array, place_TJ: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Adds up, in fp32, what the experts made of each token: [T, D] in `dtype`.
+
+    Args:
+      y_AD: sorted rows, already weighted; those past this device's own may be anything, NaN too.
+      place_TJ: of the Order; assignments at A and beyond are left out.
+    """
+    if y_AD.shape[0] != place_TJ.size:
+        raise ValueError(f"combine: {y_AD.shape[0]} rows, must be {place_TJ.size}, one an assignment.")
+    return order.combine(y_AD, place_TJ).astype(dtype)

@@ -1,0 +1,38 @@
+"""moe_route in plain XLA; fits every shape and device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.device import Device
+from pallas_kernels.moe_route.contract import GROUP_SCORES, MoeRouteShapes, RouteRule
+
+
+def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
+    """Fits always."""
+    return None
+
+
+def run(logits_TX: jax.Array, *, bias_X: jax.Array | None, rule: RouteRule) -> tuple[jax.Array, jax.Array]:
+    """See the contract."""
+    score_TX = jax.nn.softmax(logits_TX, axis=1) if rule.scoring == "softmax" else jax.nn.sigmoid(logits_TX)
+    choice_TX = score_TX if bias_X is None else score_TX + bias_X
+    if rule.grouped:
+        choice_TX = _best_groups(choice_TX, rule)
+    expert_TJ = lax.top_k(choice_TX, rule.top_k)[1]
+    weight_TJ = jnp.take_along_axis(score_TX, expert_TJ, axis=1, mode="clip")
+    if rule.renormalise:
+        weight_TJ /= weight_TJ.sum(axis=1, keepdims=True) + 1e-20
+    return expert_TJ, weight_TJ * rule.scale
+
+
+def _best_groups(choice_TX: jax.Array, rule: RouteRule) -> jax.Array:
+    """Choices of the groups that are left out become minus infinity. G groups of W experts, K of them kept."""
+    T, X = choice_TX.shape
+    choice_TGW = choice_TX.reshape(T, rule.num_groups, X // rule.num_groups)
+    best_TG = lax.top_k(choice_TGW, GROUP_SCORES[rule.group_score])[0].sum(axis=2)
+    kept_TK = lax.top_k(best_TG, rule.kept_groups)[1]
+    kept_TG = (kept_TK[:, None] == jnp.arange(rule.num_groups)[:, None]).any(axis=2)
+    return jnp.where(kept_TG[..., None], choice_TGW, -jnp.inf).reshape(T, X)

@@ -1,0 +1,110 @@
+"""mla_decode's Hopper kernels without a GPU: the work list, the numbers in the interpreter, and lowering for CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.compare import check
+from pallas_kernels.device import Device
+from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
+from pallas_kernels.mla_decode.contract import MlaDecodeShapes
+from pallas_kernels.mla_decode.reference import dense
+from pallas_kernels.mla_decode.split import num_items, split_pages
+
+H200 = Device("gpu", "9.0")
+SPLIT = jax.jit(split_pages, static_argnames=("page_tokens", "parts"))
+FITS = MlaDecodeShapes(8, heads=16, latent_dim=576, rank=512, page_tokens=64, max_pages=8, dtype="bfloat16")
+
+
+@given(
+    tokens=st.lists(st.integers(0, 700), min_size=6, max_size=6),
+    parts=st.sampled_from([1, 4, 11]),
+    min_pages=st.integers(1, 4),
+)
+def test_the_split_covers_every_page_once(tokens: list[int], parts: int, min_pages: int) -> None:
+    """Every page of every row is in one part; every row of several items is closed once, by its items in a row."""
+    made = SPLIT(np.array(tokens, np.int32), page_tokens=64, parts=parts, min_pages=min_pages)
+    split = type(made)(*map(np.asarray, made))
+    pages_B = [max(1, -(-n // 64)) for n in tokens]
+    seen = [np.zeros(pages, int) for pages in pages_B]
+    numbers: dict[int, list[int]] = {}
+    counts = []
+    for part in range(parts):
+        first, last = split.first_row_A[part], split.last_row_A[part]
+        taken = 0
+        for row in range(first, last + 1):
+            start = split.first_page_A[part] if row == first else 0
+            end = split.end_page_A[part] if row == last else pages_B[row]
+            assert 0 <= start < end <= pages_B[row]
+            seen[row][start:end] += 1
+            numbers.setdefault(row, []).append(part + row)
+            taken += end - start
+        counts.append(taken)
+    assert all((pages == 1).all() for pages in seen)
+    assert len({number for items in numbers.values() for number in items}) == sum(map(len, numbers.values()))
+    assert max(map(max, numbers.values())) < num_items(parts, len(tokens))
+    closed = {
+        int(split.first_row_A[part]): list(range(split.first_item_A[part], split.first_item_A[part] + items))
+        for part, items in enumerate(split.items_A)
+        if items
+    }
+    assert closed == {row: items for row, items in numbers.items() if len(items) > 1}
+    used = [count for count in counts if count]
+    assert set(used[:-1]) <= {max(counts)}  # all parts but the last are equally long
+
+
+@pytest.mark.parametrize(
+    ("heads", "parts", "lengths"), [(16, 4, (0, 1, 130, 64, 300)), (20, 3, (65, 130)), (40, 2, (0, 1, 130, 64, 65))]
+)
+def test_b145_numbers_in_the_interpreter(heads: int, parts: int, lengths: tuple[int, ...]) -> None:
+    """Whole rows, split rows, empty rows, several rows of one page a part, NaN in stale rows."""
+    case = DecodeCase(f"{heads} heads", lengths, heads, page_tokens=64, dtype="bfloat16")
+    inputs = make_inputs(case, seed=0)
+    out = mosaic_gpu.run(
+        *map(jnp.asarray, inputs),
+        rank=case.rank,
+        scale=case.scale,
+        device=H200,
+        tuning=replace(mosaic_gpu.tuning_for(heads), parts=parts, min_pages=1, merge_items=(1, 2)),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    check(np.asarray(out), dense(*inputs, rank=case.rank, scale=case.scale), label=case.name)
+    assert not np.asarray(out)[np.asarray(case.lengths) == 0].any()
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 32, 64, 96, 128])
+def test_it_lowers_for_the_gpu(heads: int) -> None:
+    """Shapes, layouts and shared memory are checked by the lowering, which needs no GPU."""
+    q = jax.ShapeDtypeStruct((16, heads, 576), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((32, 64, 576), jnp.bfloat16)
+    table, tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, rank=512, scale=0.1, device=H200))
+    text = call.trace(q, pool, table, tokens).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "dtype is float32, must be bfloat16"),
+        ({"page_tokens": 16}, "page size is 16 tokens, must be 64"),
+        ({"rank": 256}, "has 256 of 576 dimensions, must be 512 of 576"),
+        ({"heads": 129}, "there are 129 heads, must be 128 at most"),
+    ],
+)
+def test_what_it_does_not_fit(change: dict, reason: str) -> None:
+    assert reason in (mosaic_gpu.why_not(replace(FITS, **change), H200) or "")
+
+
+def test_where_it_fits() -> None:
+    assert mosaic_gpu.why_not(FITS, H200) is None
+    assert "this is cpu" in (mosaic_gpu.why_not(FITS, Device("cpu")) or "")
