@@ -1,4 +1,4 @@
-"""Models with latent attention and experts through the real engine: transformers' greedy ids, on one device and on many.
+"""Models with latent attention and experts through the real engine: transformers' greedy ids on any mesh.
 
 The cache starts full of NaN; the step updates it in place and copies no weight.
 """

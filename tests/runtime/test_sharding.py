@@ -30,9 +30,7 @@ LIMIT = 2e-4
 
 type Sizes = tuple[int, int, int]  # tensor, expert, data: as make_mesh takes them
 
-ALL: list[Sizes] = [
-    sizes for sizes in product((1, 2, 4, 8), (1, 2, 4), (1, 2)) if 1 < math.prod(sizes) <= 8
-]
+ALL: list[Sizes] = [sizes for sizes in product((1, 2, 4, 8), (1, 2, 4), (1, 2)) if 1 < math.prod(sizes) <= 8]
 COVERING: tuple[Sizes, ...] = ((2, 1, 1), (8, 1, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2), (2, 2, 2))
 MESHES = [pytest.param(sizes, marks=[] if sizes in COVERING else [pytest.mark.nightly], id=str(sizes)) for sizes in ALL]
 
@@ -89,9 +87,7 @@ def test_a_layer_adds_up_twice_and_moves_nothing_else(name: str, sizes: Sizes) -
 
 def test_weights_and_caches_are_cut_where_they_can_be() -> None:
     split = forward_on(MODELS[0], (2, 4, 1)).split
-    shard = {
-        name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in zip(split.names, split.leaves, strict=True)
-    }
+    shard = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in zip(split.names, split.leaves, strict=True)}
     whole = {name: leaf.shape for name, leaf in zip(split.names, split.leaves, strict=True)}
     assert shard["layers.1.mlp.experts_gate_up"] == (4, 2, 8, 32)  # 16 experts over 4, their 16 wide over 2
     assert shard["layers.1.attention.q"][0] == 1 and whole["layers.1.attention.q"][0] == 8
