@@ -42,7 +42,11 @@ def test_flat_options_land_in_their_parts() -> None:
         ({"max_model_len": 9000}, "--max-model-len: got 9000, allowed: at most 8192"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization: got 1.5, allowed: 0 < x <= 1"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, "--max-num-batched-tokens: got 64, allowed: more than"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: no such option"),
+        ({"expert_parallel_size": 0}, "--expert-parallel-size: got 0, allowed: at least 1"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            "--tensor-parallel-size x --expert-parallel-size x --data-parallel-size: got 2 x 1 x 2 = 4",
+        ),
         ({"block_size": 48}, "--block-size: got 48, allowed: 8, 16, 32, 64, 128"),
         ({"port": 70000}, "--port: got 70000, allowed: 0 to 65535"),
     ],

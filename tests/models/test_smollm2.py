@@ -65,10 +65,9 @@ def test_the_same_weights_as_a_glm_checkpoint_give_the_same_ids(form: str, token
 
 def test_first_logits_are_those_of_transformers() -> None:
     source = open_model(MODEL)
-    spec = model_spec(source.config)
-    split = split_decoder(spec, jnp.dtype("float32"), make_mesh(jax.devices()))
+    split = split_decoder(model_spec(source.config), jnp.dtype("float32"), make_mesh(jax.devices()))
     longest = max(len(prompt["prompt_ids"]) for prompt in GOLDENS)
-    forward = PagedForward(split, spec, load_weights(split, source.load), longest)
+    forward = PagedForward(split, load_weights(split, source.load), longest)
     reference = np.load(ROOT / "tests/goldens/smollm2_logits.npz")
     for prompt, want in zip(GOLDENS, reference["logits"], strict=True):
         got = forward.logits(prompt["prompt_ids"])[-1]

@@ -22,7 +22,7 @@ def test_fields_and_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "mamba"}, "config.json: model_type is 'mamba', supported: llama"),
+        ({"model_type": "mamba"}, "config.json: model_type is 'mamba', supported: chatglm, deepseek"),
         ({"hidden_size": "64"}, "config.json: hidden_size is '64', expected: int"),
         ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', supported: 'silu'"),
         ({"num_key_value_heads": 3}, "config.json: num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
