@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.errors import ModelError
-from jaxserve.models.fields import read, require_equal
+from jaxserve.models.fields import integer, number, require_equal
 from jaxserve.models.parts import common, mla_spec, moe_fields, route_rule
 from jaxserve.models.spec import ModelSpec
 
@@ -26,8 +26,9 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
     rule = route_rule(
         config,
         scoring="softmax",
-        num_groups=read(config, "n_group", int) if grouped else 1,
-        kept_groups=read(config, "topk_group", int) if grouped else 1,
+        num_groups=integer(config, "n_group") if grouped else 1,
+        kept_groups=integer(config, "topk_group") if grouped else 1,
         group_score="max",
+        scale=number(config, "routed_scaling_factor", 1.0),
     )
     return ModelSpec(**common(config, rms_eps=1e-6), attention=mla_spec(config), **moe_fields(config, rule, bias=False))

@@ -25,6 +25,6 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
 def model_spec(config: dict[str, Any]) -> ModelSpec:
     """A config.json's contents -> ModelSpec. Raises ModelError naming what is known where model_type is not."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ModelError(f"config.json: model_type is {kind!r}, supported: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind](config)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from jaxserve.errors import ModelError
+
+REQUIRED = object()  # a default that is none
 
 
 def read(config: dict[str, Any], name: str, kind: type) -> Any:
@@ -15,6 +18,34 @@ def read(config: dict[str, Any], name: str, kind: type) -> Any:
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind):
         raise ModelError(f"config.json: {name} is {value!r}, expected: {kind.__name__}")
     return value
+
+
+def integer(config: dict[str, Any], name: str, default: Any = REQUIRED, least: int = 1) -> int:
+    """A whole number of at least `least`; `default` where it is absent or null."""
+    value = config.get(name)
+    if value is None and default is not REQUIRED:
+        return default
+    value = read(config, name, int)
+    if value < least:
+        raise ModelError(f"config.json: {name} is {value}, allowed: at least {least}")
+    return value
+
+
+def number(config: dict[str, Any], name: str, default: Any = REQUIRED) -> float:
+    """A positive finite number; `default` where it is absent."""
+    if name not in config and default is not REQUIRED:
+        return default
+    if name not in config:
+        raise ModelError(f"config.json: {name} is missing")
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {name} is {value!r}, expected: a positive number")
+    return float(value)
+
+
+def flag(config: dict[str, Any], name: str, default: bool) -> bool:
+    """true or false; `default` where it is absent."""
+    return read(config, name, bool) if name in config else default
 
 
 def require_equal(config: dict[str, Any], name: str, expected: object) -> None:

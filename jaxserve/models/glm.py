@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.errors import ModelError
-from jaxserve.models.fields import read, require_equal
+from jaxserve.models.fields import flag, number, read, require_equal
 from jaxserve.models.parts import common, gqa_spec, head_dim_of
 from jaxserve.models.rope import rope_spec
 from jaxserve.models.spec import ModelSpec
@@ -42,7 +42,7 @@ CHATGLM_SWITCHES = {
 def model_spec(config: dict[str, Any], *, post_norms: bool = False) -> ModelSpec:
     """Raises ModelError for a missing field or a feature that this file does not know."""
     rope = rope_spec(config, head_dim_of(config), interleaved=True, partial=0.5)
-    bias = bool(config.get("attention_bias", True))
+    bias = flag(config, "attention_bias", True)
     return ModelSpec(
         **common(config, rms_eps=1.5625e-07),
         attention=gqa_spec(config, rope, qkv_bias=bias),
@@ -56,10 +56,10 @@ def chatglm_spec(config: dict[str, Any]) -> ModelSpec:
         require_equal(config, name, usual)
     fields = {ours: read(config, theirs, object) for theirs, ours in CHATGLM_NAMES.items()}
     fields |= {name: config[name] for name in CHATGLM_KEPT if name in config}
-    if config.get("multi_query_attention", False):
+    if flag(config, "multi_query_attention", False):
         fields["num_key_value_heads"] = read(config, "multi_query_group_num", int)
     if config.get("rope_scaling"):
         raise ModelError("config.json: rope_scaling is set, supported for chatglm: rope_ratio alone")
-    fields["rope_theta"] = CHATGLM_THETA * config.get("rope_ratio", 1)
+    fields["rope_theta"] = CHATGLM_THETA * number(config, "rope_ratio", 1.0)
     fields["attention_bias"] = config.get("add_qkv_bias", False)
     return model_spec(fields)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.models.fields import flag
 from jaxserve.models.parts import common, gqa_spec, head_dim_of, moe_fields, mtp_layers, sigmoid_rule
 from jaxserve.models.rope import rope_spec
 from jaxserve.models.spec import ModelSpec
@@ -19,8 +20,8 @@ def model_spec(config: dict[str, Any]) -> ModelSpec:
     attention = gqa_spec(
         config,
         rope,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        qk_norm_eps=shared["rms_eps"] if config.get("use_qk_norm") else None,
+        qkv_bias=flag(config, "attention_bias", False),
+        qk_norm_eps=shared["rms_eps"] if flag(config, "use_qk_norm", False) else None,
     )
     fields = {"first_k_dense_replace": 1} | config
     return ModelSpec(

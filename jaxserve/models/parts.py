@@ -9,7 +9,7 @@ from jaxserve.layers.gqa import GqaSpec
 from jaxserve.layers.mla import MlaSpec
 from jaxserve.layers.moe import MoeSpec
 from jaxserve.layers.rope import RopeSpec
-from jaxserve.models.fields import checkpoint_dtype, read, require_equal, token_ids
+from jaxserve.models.fields import checkpoint_dtype, flag, integer, number, require_equal, token_ids
 from jaxserve.models.rope import mscale_of, rope_fields, rope_spec
 from pallas_kernels.moe_route.contract import RouteRule
 
@@ -20,13 +20,13 @@ def common(config: dict[str, Any], *, rms_eps: float) -> dict[str, Any]:
     """The ModelSpec fields that every family reads alike; `rms_eps` is its default."""
     require_equal(config, "hidden_act", "silu")
     return {
-        "hidden_size": read(config, "hidden_size", int),
-        "num_layers": read(config, "num_hidden_layers", int),
-        "vocab_size": read(config, "vocab_size", int),
-        "rms_eps": float(config.get("rms_norm_eps", rms_eps)),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "max_len": read(config, "max_position_embeddings", int),
-        "mlp_width": read(config, "intermediate_size", int),
+        "hidden_size": integer(config, "hidden_size"),
+        "num_layers": integer(config, "num_hidden_layers"),
+        "vocab_size": integer(config, "vocab_size"),
+        "rms_eps": number(config, "rms_norm_eps", rms_eps),
+        "tie_embeddings": flag(config, "tie_word_embeddings", False),
+        "max_len": integer(config, "max_position_embeddings"),
+        "mlp_width": integer(config, "intermediate_size"),
         "eos_token_ids": token_ids(config.get("eos_token_id")),
         "bos_token_id": next(iter(token_ids(config.get("bos_token_id"))), None),
         "dtype": checkpoint_dtype(config),
@@ -35,8 +35,8 @@ def common(config: dict[str, Any], *, rms_eps: float) -> dict[str, Any]:
 
 def gqa_spec(config: dict[str, Any], rope: RopeSpec, **switches: Any) -> GqaSpec:
     """Grouped-query attention; `head_dim` is hidden_size / heads where the field is absent."""
-    heads = read(config, "num_attention_heads", int)
-    kv_heads = config.get("num_key_value_heads") or heads
+    heads = integer(config, "num_attention_heads")
+    kv_heads = integer(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -46,7 +46,7 @@ def gqa_spec(config: dict[str, Any], rope: RopeSpec, **switches: Any) -> GqaSpec
 
 def head_dim_of(config: dict[str, Any]) -> int:
     """Of grouped-query attention."""
-    return config.get("head_dim") or read(config, "hidden_size", int) // read(config, "num_attention_heads", int)
+    return integer(config, "head_dim", integer(config, "hidden_size") // integer(config, "num_attention_heads"))
 
 
 def mla_spec(config: dict[str, Any]) -> MlaSpec:
@@ -58,60 +58,68 @@ def mla_spec(config: dict[str, Any]) -> MlaSpec:
     the config has `latent_norm_eps`, a field of our own.
     """
     require_equal(config, "attention_bias", False)
-    nope, turning = read(config, "qk_nope_head_dim", int), read(config, "qk_rope_head_dim", int)
+    nope, turning = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
     whole_part = config | {"partial_rotary_factor": 1.0}  # the rotary part is a part of its own
-    rope = rope_spec(whole_part, turning, interleaved=bool(config.get("rope_interleave", True)))
+    rope = rope_spec(whole_part, turning, interleaved=flag(config, "rope_interleave", True))
     scale = (nope + turning) ** -0.5
     all_dim = rope_fields(config).get("mscale_all_dim")
     if rope.kind == "yarn" and all_dim:
         scale *= mscale_of(rope.factor, all_dim) ** 2
     return MlaSpec(
-        num_heads=read(config, "num_attention_heads", int),
-        q_rank=config.get("q_lora_rank"),
-        rank=read(config, "kv_lora_rank", int),
+        num_heads=integer(config, "num_attention_heads"),
+        q_rank=integer(config, "q_lora_rank", None),
+        rank=integer(config, "kv_lora_rank"),
         nope_dim=nope,
-        value_dim=read(config, "v_head_dim", int),
+        value_dim=integer(config, "v_head_dim"),
         rope=rope,
         scale=scale,
-        norm_eps=float(config.get("latent_norm_eps", LATENT_NORM_EPS)),
+        norm_eps=number(config, "latent_norm_eps", LATENT_NORM_EPS),
     )
 
 
 def moe_fields(config: dict[str, Any], rule: RouteRule, *, bias: bool) -> dict[str, Any]:
-    """The ModelSpec fields `moe` and `first_dense`; no routed experts at all is a dense model."""
+    """The ModelSpec fields `moe` and `first_dense`; n_routed_experts null is a dense model, as in DeepSeek."""
     require_equal(config, "moe_layer_freq", 1)
-    if not config.get("n_routed_experts"):
+    if config.get("n_routed_experts", 0) is None:
         return {}
-    experts, width = read(config, "n_routed_experts", int), read(config, "moe_intermediate_size", int)
+    experts, width = integer(config, "n_routed_experts"), integer(config, "moe_intermediate_size")
+    if experts % rule.num_groups:
+        raise ModelError(f"config.json: n_group is {rule.num_groups}, allowed: what divides n_routed_experts {experts}")
+    most = experts // rule.num_groups * rule.kept_groups
+    if rule.top_k > most:
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {rule.top_k}, allowed: at most {most}, the experts that may be chosen"
+        )
     try:
         rule.check_experts(experts)
     except ValueError as error:
         raise ModelError(f"config.json: routing: {error}") from error
-    shared = (config.get("n_shared_experts") or 0) * width
+    shared = integer(config, "n_shared_experts", 0, least=0) * width
     return {"moe": MoeSpec(experts, width, shared, rule, bias), "first_dense": first_dense(config)}
 
 
 def first_dense(config: dict[str, Any]) -> int:
     """How many layers come before the first mixture of experts; also from a list of each layer's type."""
-    types = config.get("mlp_layer_types")
+    layers, types = integer(config, "num_hidden_layers"), config.get("mlp_layer_types")
     if types is None:
-        return config.get("first_k_dense_replace", 0)
-    count = types.index("sparse") if "sparse" in types else len(types)
-    if any(kind != "sparse" for kind in types[count:]):
-        raise ModelError(f"config.json: mlp_layer_types is {types!r}, supported: dense layers, then sparse ones")
+        count = integer(config, "first_k_dense_replace", 0, least=0)
+        if count > layers:
+            raise ModelError(f"config.json: first_k_dense_replace is {count}, allowed: at most {layers}, the layers")
+        return count
+    count = types.index("sparse") if isinstance(types, list) and "sparse" in types else layers
+    if types != ["dense"] * count + ["sparse"] * (layers - count):
+        raise ModelError(
+            f"config.json: mlp_layer_types is {types!r}, supported: 'dense' layers, then 'sparse' ones, {layers} in all"
+        )
     return count
 
 
 def route_rule(config: dict[str, Any], **fields: Any) -> RouteRule:
-    """How experts are chosen; top_k and scale are spelt alike everywhere."""
-    try:
-        return RouteRule(
-            top_k=config.get("num_experts_per_tok") or 1,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            **fields,
-        )
-    except ValueError as error:
-        raise ModelError(f"config.json: routing: {error}") from error
+    """How experts are chosen; `fields` besides top_k, which is spelt alike everywhere."""
+    groups, kept = fields.get("num_groups", 1), fields.get("kept_groups", 1)
+    if kept > groups:
+        raise ModelError(f"config.json: topk_group is {kept}, allowed: at most {groups}, n_group")
+    return RouteRule(top_k=integer(config, "num_experts_per_tok"), **fields)
 
 
 def sigmoid_rule(config: dict[str, Any]) -> RouteRule:
@@ -121,13 +129,14 @@ def sigmoid_rule(config: dict[str, Any]) -> RouteRule:
     return route_rule(
         config,
         scoring="sigmoid",
-        num_groups=config.get("n_group") or 1,
-        kept_groups=config.get("topk_group") or 1,
+        num_groups=integer(config, "n_group"),
+        kept_groups=integer(config, "topk_group"),
         group_score="top2",
-        renormalise=bool(config.get("norm_topk_prob", True)),
+        renormalise=flag(config, "norm_topk_prob", True),
+        scale=number(config, "routed_scaling_factor"),
     )
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
     """Multi-token prediction layers, from either spelling of the field."""
-    return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    return integer(config, "num_nextn_predict_layers", integer(config, "num_mtp_layers", 0, least=0), least=0)

@@ -7,13 +7,22 @@ from typing import Any
 
 from jaxserve.errors import ModelError
 from jaxserve.layers.rope import RopeSpec
+from jaxserve.models.fields import integer, number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def rope_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """The scaling's own fields, from either spelling."""
-    return dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    """The scaling's own fields, from either spelling. Raises ModelError where there are some and no type is named."""
+    both: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = config.get(name) or {}
+        if not isinstance(fields, dict):
+            raise ModelError(f"config.json: {name} is {fields!r}, expected: an object")
+        both |= fields
+    if both.keys() & {"factor", "mscale"} and not (both.get("rope_type") or both.get("type")):
+        raise ModelError(f"config.json: rope_scaling names no type, allowed: {', '.join(KINDS)}")
+    return both
 
 
 def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = False, partial: float = 1.0) -> RopeSpec:
@@ -28,20 +37,28 @@ def rope_spec(config: dict[str, Any], head_dim: int, *, interleaved: bool = Fals
     if kind not in KINDS:
         raise ModelError(f"config.json: rope type is {kind!r}, supported: {', '.join(KINDS)}")
     partial = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", partial))
+    rotary = int(head_dim * partial) if isinstance(partial, int | float) and 0 < partial <= 1 else 0
+    if not rotary or rotary % 2:
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {partial!r}, allowed: above 0 and at most 1, "
+            f"and an even number of the {head_dim} dimensions that may rotate"
+        )
     spec = {
-        "theta": float(fields.get("rope_theta", config.get("rope_theta", 10000.0))),
-        "rotary_dims": int(head_dim * partial),
+        "theta": number(config | fields, "rope_theta", 10000.0),
+        "rotary_dims": rotary,
         "interleaved": interleaved,
         "kind": "default" if kind == "dynamic" else kind,
     }
     if kind in ("linear", "llama3", "yarn"):
-        spec["factor"] = float(need(fields, "factor", kind))
+        need(fields, "factor", kind)
+        spec["factor"] = number(fields, "factor")
     if kind in ("llama3", "yarn"):
-        original = fields.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-        spec["original_max_len"] = int(original)
+        longest = integer(config, "max_position_embeddings", 0)
+        spec["original_max_len"] = integer(fields, "original_max_position_embeddings", longest)
     if kind == "llama3":
-        spec["low_freq_factor"] = float(need(fields, "low_freq_factor", kind))
-        spec["high_freq_factor"] = float(need(fields, "high_freq_factor", kind))
+        for name in ("low_freq_factor", "high_freq_factor"):
+            need(fields, name, kind)
+            spec[name] = number(fields, name)
     if kind == "yarn":
         spec |= yarn_fields(fields, spec["factor"])
     return RopeSpec(**spec)
@@ -58,12 +75,12 @@ def yarn_fields(fields: dict[str, Any], factor: float) -> dict[str, Any]:
     """YaRN's own fields; attention_factor as transformers: given, from mscale and mscale_all_dim, or 0.1 ln f + 1."""
     attention_factor = fields.get("attention_factor")
     if attention_factor is None:
-        mscale, all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
+        mscale, all_dim = (number(fields, name, 0.0) for name in ("mscale", "mscale_all_dim"))
         both = bool(mscale and all_dim)
         attention_factor = mscale_of(factor, mscale) / mscale_of(factor, all_dim) if both else mscale_of(factor, 1.0)
     return {
-        "beta_fast": float(fields.get("beta_fast") or 32),
-        "beta_slow": float(fields.get("beta_slow") or 1),
+        "beta_fast": number(fields, "beta_fast", 32.0),
+        "beta_slow": number(fields, "beta_slow", 1.0),
         "truncate": bool(fields.get("truncate", True)),
         "attention_factor": float(attention_factor),
     }

@@ -73,7 +73,7 @@ def devices_for(config: Config) -> list[jax.Device]:
         jax.config.update("jax_platforms", wanted)  # the environment's value is read when JAX is imported
     try:
         return jax.devices() if wanted == "auto" else jax.devices("gpu" if wanted == "cuda" else wanted)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where a platform is named that has no device
         raise DeviceError(f"--device: got {wanted}, but JAX found no such device ({error})") from error
 
 
