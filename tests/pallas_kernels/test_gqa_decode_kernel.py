@@ -17,7 +17,7 @@ from pallas_kernels.gqa_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
 from pallas_kernels.gqa_decode.kernel import Tuning
 from pallas_kernels.gqa_decode.reference import dense
-from pallas_kernels.gqa_decode.split import num_items, split_pages
+from pallas_kernels.split import num_items, split_pages
 
 H200 = Device("gpu", "9.0")
 SPLIT = jax.jit(split_pages, static_argnames=("kv_heads", "page_tokens", "parts"))

@@ -18,10 +18,10 @@ from pallas_kernels.mla_decode import mosaic_gpu
 from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes
 from pallas_kernels.mla_decode.reference import dense
-from pallas_kernels.mla_decode.split import num_items, split_pages
+from pallas_kernels.split import num_items, split_pages
 
 H200 = Device("gpu", "9.0")
-SPLIT = jax.jit(split_pages, static_argnames=("page_tokens", "parts"))
+SPLIT = jax.jit(split_pages, static_argnames=("kv_heads", "page_tokens", "parts"))
 FITS = MlaDecodeShapes(8, heads=16, latent_dim=576, rank=512, page_tokens=64, max_pages=8, dtype="bfloat16")
 
 
@@ -32,14 +32,14 @@ FITS = MlaDecodeShapes(8, heads=16, latent_dim=576, rank=512, page_tokens=64, ma
 )
 def test_the_split_covers_every_page_once(tokens: list[int], parts: int, min_pages: int) -> None:
     """Every page of every row is in one part; every row of several items is closed once, by its items in a row."""
-    made = SPLIT(np.array(tokens, np.int32), page_tokens=64, parts=parts, min_pages=min_pages)
+    made = SPLIT(np.array(tokens, np.int32), kv_heads=1, page_tokens=64, parts=parts, min_pages=min_pages)
     split = type(made)(*map(np.asarray, made))
     pages_B = [max(1, -(-n // 64)) for n in tokens]
     seen = [np.zeros(pages, int) for pages in pages_B]
     numbers: dict[int, list[int]] = {}
     counts = []
     for part in range(parts):
-        first, last = split.first_row_A[part], split.last_row_A[part]
+        first, last = split.first_unit_A[part], split.last_unit_A[part]
         taken = 0
         for row in range(first, last + 1):
             start = split.first_page_A[part] if row == first else 0
@@ -53,7 +53,7 @@ def test_the_split_covers_every_page_once(tokens: list[int], parts: int, min_pag
     assert len({number for items in numbers.values() for number in items}) == sum(map(len, numbers.values()))
     assert max(map(max, numbers.values())) < num_items(parts, len(tokens))
     closed = {
-        int(split.first_row_A[part]): list(range(split.first_item_A[part], split.first_item_A[part] + items))
+        int(split.first_unit_A[part]): list(range(split.first_item_A[part], split.first_item_A[part] + items))
         for part, items in enumerate(split.items_A)
         if items
     }

@@ -60,6 +60,24 @@ def test_logits_and_greedy_ids_are_those_of_one_device(name: str, sizes: Sizes) 
     assert found == wanted["greedy_ids"][:24].tolist()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chatglm_tiny/chat",
+        "deepseek_tiny/moe",
+        "deepseek_v2_tiny/groups",
+        "glm4_moe_lite_tiny/flash-mtp",
+        "glm_tiny/chat",
+        "llama_tiny/gqa",
+    ],
+)
+def test_every_other_family_on_one_mesh(name: str) -> None:
+    wanted, forward = reference(name), forward_on(name, (2, 2, 2))
+    got = forward.logits(wanted["ids_1"], chunk_tokens=11, decode_from=20)
+    error = np.abs(got - wanted["logits_1"]).max(-1) / np.abs(wanted["logits_1"]).max(-1)
+    assert error.max() < LIMIT, f"position {error.argmax()}: {error.max():.2e}"
+
+
 def test_the_covering_set_has_every_size_of_every_axis() -> None:
     assert len(ALL) == 14 and set(COVERING) <= set(ALL)
     for axis, sizes in enumerate(((1, 2, 4, 8), (1, 2, 4), (1, 2))):

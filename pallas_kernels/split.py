@@ -4,7 +4,7 @@ Rows and kv heads are laid end to end, unit u = row * N + head, each with its ro
 pages is cut every `quota` pages. A part may hold the end of one unit, whole units, and the start of another; each
 piece of a unit that a part holds is an item. Walking the line, every item either enters the next part or the next
 unit, so part + unit numbers the items without gaps in a unit: that is where an item's partial result lies.
-Dimension keys: A parts (CTAs), U units.
+Latent attention has one kv head: there a unit is a row. Dimension keys: A parts (CTAs, or groups of them), U units.
 """
 
 from __future__ import annotations
