@@ -84,16 +84,36 @@ def equal_tensors(reader: Reader, name: str, other: str) -> bool:
 
 
 def assemble_piece(reader: Reader, piece: Piece, dtype: np.dtype) -> np.ndarray:
-    """Put one piece together. Peak memory: the piece and its largest part."""
+    """Put one piece together. Peak memory: the piece and its largest part.
+
+    Raises CheckpointError where a value is NaN or infinite, or becomes so in `dtype`.
+    """
     if len(piece.parts) == 1:
-        return read_part(reader, piece.parts[0]).astype(dtype, copy=False)
+        return checked(reader, piece.parts[0], dtype)
     whole = np.empty(piece.shape, dtype)
     at = 0
     for part in piece.parts:
         index = (*[slice(None)] * piece.axis, slice(at, at + part.shape[piece.axis]))
-        whole[index] = read_part(reader, part)
+        whole[index] = checked(reader, part, dtype)
         at += part.shape[piece.axis]
     return whole
+
+
+def checked(reader: Reader, part: Part, dtype: np.dtype) -> np.ndarray:
+    """A part in the parameter's dtype. One bad value of a router or a norm spoils every answer, and says nothing."""
+    values = read_part(reader, part).astype(dtype, copy=False)
+    if not all_finite(values):
+        raise CheckpointError(
+            f"{reader.path}: {part.source}: got NaN or infinity (as {dtype.name}), allowed: finite numbers"
+        )
+    return values
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Of bfloat16 by the bits, twice as fast as its own test."""
+    if values.dtype == np.dtype(ml_dtypes.bfloat16):
+        return bool((np.bitwise_and(values.view(np.uint16), 0x7FFF) < 0x7F80).all())
+    return bool(np.isfinite(values).all())
 
 
 def read_part(reader: Reader, part: Part) -> np.ndarray:

@@ -39,6 +39,8 @@ from pallas_kernels.registry import KernelChoiceError, Row, explain
 
 log = logging.getLogger("jaxserve.engine")
 
+ATTENTION_OPS = frozenset({"gqa_decode", "gqa_prefill", "mla_decode", "mla_prefill"})  # what --attention forces
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -76,6 +78,7 @@ def build(config: Config, emit: Callable[[EventBatch], None], progress: Progress
     vocab_size = sampled_vocabulary(config, source, spec)
     buckets = Buckets.from_config(config.runtime, config.schedule)
     load = None if config.model.random_weights else source.load
+    implementations = chosen_implementations(explain_rows(config, spec, devices), config.runtime.attention)
     started = start_runner(spec, config, buckets.all(), load, vocab_size, progress)
     engine = Engine(config.schedule, config.runtime, started.shape, started.runner, emit)
     facts = EngineFacts(
@@ -91,7 +94,7 @@ def build(config: Config, emit: Callable[[EventBatch], None], progress: Progress
         page_size_tokens=started.shape.page_size_tokens,
         vocab_size=vocab_size,
         max_logprobs=started.shape.max_logprobs,
-        implementations={row.op: row.implementation for row in explain_rows(config, spec, devices) if row.chosen},
+        implementations=implementations,
     )
     return EngineParts(engine, started.runner, facts, config, started.times_s)
 
@@ -113,6 +116,8 @@ def explain_rows(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> 
     """The table of ops, implementations and reasons for this model on this device."""
     schedule, page = config.schedule, config.cache.page_size_tokens
     tensor, expert, data = config.runtime.mesh_sizes
+    if spec.moe is None and expert > 1:  # the mesh would do, as more tensor parallelism under another name
+        raise ConfigError(f"--expert-parallel-size: got {expert}, allowed: 1, the model has no experts to share out")
     placement = Placement(data, expert, tensor)
     sizes = StepSizes(
         tokens=schedule.max_num_batched_tokens,
@@ -123,15 +128,29 @@ def explain_rows(config: Config, spec: ModelSpec, devices: list[jax.Device]) -> 
         dtype=config.model.dtype,
     )
     shapes = op_shapes(fit_spec(spec, placement), placement, sizes)
-    return explain(shapes, device_of(devices[0]), config.runtime.attention)
+    attention = {op: sizes for op, sizes in shapes.items() if op in ATTENTION_OPS}
+    others = {op: sizes for op, sizes in shapes.items() if op not in ATTENTION_OPS}
+    device = device_of(devices[0])
+    return explain(attention, device, config.runtime.attention) + explain(others, device)
+
+
+def chosen_implementations(rows: tuple[Row, ...], forced: str) -> dict[str, str]:
+    """Op -> what runs it. Raises ConfigError, before anything is loaded, where nothing does."""
+    chosen = {row.op: row.implementation for row in rows if row.chosen}
+    for op in {row.op: None for row in rows if row.op not in chosen}:
+        reasons = "; ".join(f"{row.implementation}: {row.reason or 'fits'}" for row in rows if row.op == op)
+        raise ConfigError(f"--attention: got {forced}, allowed: auto, or what fits {op} ({reasons})")
+    return chosen
 
 
 def explain_model(config: Config) -> tuple[Row, ...]:
-    """The table for a model that is not loaded; `jaxserve explain` prints it."""
+    """The table for a model that is not loaded; `jaxserve explain` prints it. Raises as `build_engine` does."""
     spec = model_spec(open_model(config.model.model).config)
     devices = devices_for(config)
     config, _ = resolve(config, device_facts(devices, spec))
-    return explain_rows(config, spec, devices)
+    rows = explain_rows(config, spec, devices)
+    chosen_implementations(rows, config.runtime.attention)
+    return rows
 
 
 def report_start(parts: EngineParts) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import subprocess
 import sys
@@ -23,33 +24,27 @@ import numpy as np
 from pallas_kernels import timing
 from pallas_kernels.compare import difference
 from pallas_kernels.device import Device, device_of
-from pallas_kernels.gqa_decode import benchmark as gqa_decode
-from pallas_kernels.gqa_decode import check as gqa_decode_check
-from pallas_kernels.gqa_prefill import benchmark as gqa_prefill
-from pallas_kernels.gqa_prefill import check as gqa_prefill_check
-from pallas_kernels.grouped_gemm import benchmark as grouped_gemm
-from pallas_kernels.grouped_gemm import check as grouped_gemm_check
-from pallas_kernels.mla_decode import benchmark as mla_decode
-from pallas_kernels.mla_decode import check as mla_decode_check
 
-OPS: dict[str, ModuleType] = {
-    "gqa_decode": gqa_decode,
-    "gqa_prefill": gqa_prefill,
-    "grouped_gemm": grouped_gemm,
-    "mla_decode": mla_decode,
-}
-CHECKS: dict[str, ModuleType] = {
-    "gqa_decode": gqa_decode_check,
-    "gqa_prefill": gqa_prefill_check,
-    "grouped_gemm": grouped_gemm_check,
-    "mla_decode": mla_decode_check,
-}
+# The ops that are measured, in this order; each has its modules `benchmark` and `check` in its folder. They are loaded
+# when asked for, so that one op can be measured while another does not import.
+OPS = (
+    "dense_gemm",
+    "gqa_decode",
+    "gqa_prefill",
+    "grouped_gemm",
+    "kv_write",
+    "latent_write",
+    "mla_decode",
+    "mla_prefill",
+    "moe_route",
+    "sampling",
+)
 RIVALS = Path(__file__).parent / "data" / "rivals_h200.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what the command line asks for; 1 where a check or a variant failed."""
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", nargs="*", help="ops or case ids; all ops where nothing is named")
     parser.add_argument("--json", type=Path, help="write the records here, by case id")
     parser.add_argument(
@@ -87,23 +82,34 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
+    """Ops and case ids that the command line names."""
     ops = [name for name in OPS if not what or any(one.split()[0] == name for one in what)]
-    cases = [case_id for name in ops for case_id in OPS[name].CASE_IDS]
-    exact = [one for one in what if one not in OPS]
-    return ops, exact + [case_id for case_id in cases if not what or case_id.split()[0] in what]
+    whole = [name for name in ops if not what or name in what]
+    cases = [case_id for name in whole for case_id in case_ids(name)]
+    return ops, [one for one in what if one not in OPS] + cases
+
+
+def case_ids(op: str) -> tuple[str, ...]:
+    """The cases of an op's benchmark."""
+    return tuple(_part(op, "benchmark").CASE_IDS)
+
+
+def _part(op: str, module: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.{op}.{module}")
 
 
 def _check(op: str, device: Device, parts: list[str]) -> int:
     """Number of correctness cases that are wrong, or differ between runs."""
     wrong = 0
-    for label, run in CHECKS[op].checks(device):
+    check = _part(op, "check")
+    for label, run in check.checks(device):
         if parts and not any(part in label for part in parts):
             continue
         try:
             results = [run() for _ in range(5)]
             moves = any(not np.array_equal(results[0][0], other, equal_nan=True) for other, _ in results[1:])
             found = difference(*results[0])
-            good = CHECKS[op].passes(found) and not moves
+            good = check.passes(found) and not moves
             wrong += not good
             print(
                 f"{'ok  ' if good else 'BAD '} {op} {label}: norm {found.norm:.2e} element {found.element:.2e} "
@@ -118,8 +124,8 @@ def _check(op: str, device: Device, parts: list[str]) -> int:
 
 def _case(case_id: str, device: Device, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """The record of a case, its first variant's figures on top, and the number of variants that failed."""
-    op = OPS[case_id.split()[0]]
     try:
+        op = _part(case_id.split()[0], "benchmark")
         problem = op.build(case_id, device)
         expected = np.asarray(problem.reference(), np.float32)
         variants = _chosen(op.variants(problem, device, options.variants is not None), options.variants)

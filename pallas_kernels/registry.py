@@ -1,6 +1,6 @@
 """Which implementation runs an op: takes shapes and a device from a contract, gives back the module that fits.
 
-Selection happens while JAX traces. This is the one module with late imports: an implementation is loaded when it is
+Selection happens while JAX traces. Imports are late here: an implementation is loaded when it is
 first asked about, so that a CPU process never imports the GPU's.
 """
 

@@ -136,6 +136,7 @@ def draw_sequence(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Random ids and what `logits` says of them; where asked for, such as no router's choice is too near to call."""
     embedding = model.get_input_embeddings().weight
+    steady = steady and any(name.endswith("mlp.gate.weight") for name, _ in model.named_parameters())
     for _ in range(MOST_DRAWS):
         ids = random.randint(5, model.config.vocab_size, length)
         found = logits(model, ids, columns)

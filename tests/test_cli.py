@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,8 @@ from jaxserve import cli
 from jaxserve.errors import InvalidRequest
 from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 from tests.fakes.tiny import CONFIG
+
+ROOT = Path(__file__).parents[1]
 
 
 class Echo:
@@ -86,3 +91,40 @@ def test_explain_prints_each_op_with_its_reason(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "  gqa_decode     mosaic_gpu   it needs an NVIDIA GPU of compute capability 9.0" in out
     assert "* gqa_decode     xla          fits" in out and "* kv_write       xla" in out
+
+
+def test_explain_refuses_an_implementation_that_nothing_has(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert cli.main(["explain", str(tmp_path), "--device", "cpu", "--attention", "nope"]) != 0
+    err = capsys.readouterr().err
+    assert "--attention: got nope, allowed: auto, or what fits gqa_decode (mosaic_gpu: " in err and err.count("\n") == 1
+
+
+def test_experts_of_a_dense_model_cannot_be_shared_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code = (
+        "import sys\nfrom jaxserve import cli\n"
+        "sys.exit(cli.main(['explain', sys.argv[1], '--device', 'cpu', '--expert-parallel-size', '2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and "--expert-parallel-size: got 2, allowed: 1, the model has no experts" in done.stderr
+
+
+def test_devices_that_come_too_late(tmp_path: Path) -> None:
+    """A process whose JAX has one CPU device already asks for two."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code = (
+        "import sys, jax\njax.devices()\nfrom jaxserve import cli\n"
+        "sys.exit(cli.main(['explain', sys.argv[1], '--device', 'cpu', '--tensor-parallel-size', '2']))"
+    )
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode != 0
+    assert "2 devices are asked for, but this process has started JAX with 1 CPU device(s)" in done.stderr
+
+
+def test_a_forced_implementation_is_of_attention_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert cli.main(["explain", str(tmp_path), "--device", "cpu", "--attention", "xla"]) == 0
+    assert "* kv_write       xla" in capsys.readouterr().out

@@ -72,9 +72,15 @@ def devices_for(config: Config) -> list[jax.Device]:
     if wanted != "auto":
         jax.config.update("jax_platforms", wanted)  # the environment's value is read when JAX is imported
     try:
-        return jax.devices() if wanted == "auto" else jax.devices("gpu" if wanted == "cuda" else wanted)
+        devices = jax.devices() if wanted == "auto" else jax.devices("gpu" if wanted == "cuda" else wanted)
     except (RuntimeError, AssertionError) as error:  # the latter where a platform is named that has no device
         raise DeviceError(f"--device: got {wanted}, but JAX found no such device ({error})") from error
+    if len(devices) < count and devices[0].platform == "cpu":
+        raise DeviceError(
+            f"{count} devices are asked for, but this process has started JAX with {len(devices)} CPU device(s), which "
+            f"cannot change: start anew, or call jax.config.update('jax_num_cpu_devices', {count}) before the first use"
+        )
+    return devices
 
 
 def start_runner(

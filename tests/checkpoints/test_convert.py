@@ -81,6 +81,22 @@ def test_auto_changes_no_value(tmp_path: Path, given: str, stored: str) -> None:
     assert plan(model, tmp_path / "target", "auto").identity.dtype == stored
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path, value: float, dtype: str) -> None:
+    tensors = tiny.random_tensors(tiny.CONFIG)
+    name = sorted(tensors)[-1]
+    tensors[name] = tensors[name].copy()
+    tensors[name].flat[-1] = value
+    model = tiny.write_model(tmp_path / "model", tiny.CONFIG, tensors)
+    sentence = f"{name}: got NaN or infinity \\(as {dtype}\\), allowed: finite numbers"
+    with pytest.raises(CheckpointError, match=sentence):
+        convert(plan(model, tmp_path / "target", dtype))
+    with pytest.raises(CheckpointError, match=sentence):
+        open_model(model).load(tiny.wanted(tiny.CONFIG, dtype))
+    assert not (tmp_path / "target").exists()
+
+
 def test_a_finished_target_is_left_alone(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "target"
     assert not is_finished(plan(source, target, "auto"))
