@@ -133,14 +133,20 @@ def _timed_s(timed: Chain, runs: int) -> tuple[float, float]:
 
 
 def kernels_us(profiled: Chain) -> dict[str, float]:
-    """Mean device time of each kernel of a call, by name, from a profile, which runs without graphs.
+    """Mean device time of each kernel of a call, by name; see `traced_kernels`."""
+    found = traced_kernels(profiled.run)
+    return {name: us / profiled.calls for name, (us, _) in found.items()}
 
-    "(between kernels)" is what the device idled in it, a call: the host may be the reason.
+
+def traced_kernels(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """Of a warm `run`, by kernel name: microseconds on the device, and launches; from a profile, which has no graphs.
+
+    "(between kernels)" is what the device idled in it: the host may be the reason.
     """
-    jax.block_until_ready(profiled.run())
+    jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(profiled.run())
+            jax.block_until_ready(run())
         [path] = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(path))
         events = [
@@ -151,10 +157,11 @@ def kernels_us(profiled: Chain) -> dict[str, float]:
             if line.name.startswith("Stream")
             for event in line.events
         ]
-    totals: dict[str, float] = collections.defaultdict(float)
+    spans_us: dict[str, list[float]] = collections.defaultdict(list)
     for _, duration_ns, name in events:
-        totals[name] += duration_ns / 1000 / profiled.calls
+        spans_us[name].append(duration_ns / 1000)
+    totals = {name: (sum(spans), len(spans)) for name, spans in spans_us.items()}
     if events:
-        span_ns = max(start + duration for start, duration, _ in events) - min(start for start, _, _ in events)
-        totals["(between kernels)"] = span_ns / 1000 / profiled.calls - sum(totals.values())
-    return dict(totals)
+        whole_ns = max(start + duration for start, duration, _ in events) - min(start for start, _, _ in events)
+        totals["(between kernels)"] = (whole_ns / 1000 - sum(us for us, _ in totals.values()), 0)
+    return totals

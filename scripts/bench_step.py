@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--trace", type=Path, help="write a profiler trace of ten steps to this folder")
+    parser.add_argument("--kernels", type=int, metavar="N", help="profile a step too: its N longest kernels by name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -103,7 +104,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespace) -> dict[str, float]:
+def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespace) -> dict[str, Any]:
     """All figures of one decode bucket."""
     import jax
     import numpy as np
@@ -127,12 +128,25 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
 
     for _ in range(5):
         jax.block_until_ready(call())
-    out = idle_parts(runner, vector, call) | busy_calls(vector, call) | ahead(runner, batch, step)
+    out: dict[str, Any] = idle_parts(runner, vector, call) | busy_calls(vector, call) | ahead(runner, batch, step)
+    if args.kernels:
+        out["kernels"] = longest_kernels(call, args.kernels)
     if args.trace:
         with jax.profiler.trace(str(args.trace / f"decode_{bucket.rows}")):
             for _ in range(10):
                 jax.block_until_ready(call())
     return out
+
+
+def longest_kernels(call: Any, count: int) -> dict[str, Any]:
+    """Of a step's kernels, those of one name together: microseconds on the device, launches; "all" is their sum."""
+    from pallas_kernels.timing import traced_kernels
+
+    found = sorted(traced_kernels(call).items(), key=lambda item: -item[1][0])
+    total_us, launches = sum(us for _, (us, _) in found), sum(times for _, (_, times) in found)
+    return {"all": (round(total_us, 1), launches)} | {
+        name: (round(us, 1), times) for name, (us, times) in found[:count]
+    }
 
 
 def medians(parts: dict[str, list[float]]) -> dict[str, float]:
