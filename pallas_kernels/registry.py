@@ -22,6 +22,10 @@ AUTO = "auto"
 # before the form that always fits once its checks have passed on a GPU and it was measured to be faster.
 TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
+        "dense_gemm": (
+            ("xla", "pallas_kernels.dense_gemm.xla"),
+            ("mosaic_gpu", "pallas_kernels.dense_gemm.mosaic_gpu"),
+        ),
         "gqa_decode": (
             ("mosaic_gpu", "pallas_kernels.gqa_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.gqa_decode.xla"),
@@ -34,14 +38,30 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("mosaic_gpu", "pallas_kernels.grouped_gemm.mosaic_gpu"),
             ("xla", "pallas_kernels.grouped_gemm.xla"),
         ),
-        "kv_write": (("xla", "pallas_kernels.kv_write.xla"),),
-        "latent_write": (("xla", "pallas_kernels.latent_write.xla"),),
+        "kv_write": (
+            ("mosaic_gpu", "pallas_kernels.kv_write.mosaic_gpu"),
+            ("xla", "pallas_kernels.kv_write.xla"),
+        ),
+        "latent_write": (
+            ("mosaic_gpu", "pallas_kernels.latent_write.mosaic_gpu"),
+            ("xla", "pallas_kernels.latent_write.xla"),
+        ),
         "mla_decode": (
             ("mosaic_gpu", "pallas_kernels.mla_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.mla_decode.xla"),
         ),
-        "mla_prefill": (("xla", "pallas_kernels.mla_prefill.xla"),),
-        "moe_route": (("xla", "pallas_kernels.moe_route.xla"),),
+        "mla_prefill": (
+            ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
+            ("xla", "pallas_kernels.mla_prefill.xla"),
+        ),
+        "moe_route": (
+            ("mosaic_gpu", "pallas_kernels.moe_route.mosaic_gpu"),
+            ("xla", "pallas_kernels.moe_route.xla"),
+        ),
+        "sampling": (
+            ("xla", "pallas_kernels.sampling.xla"),
+            ("mosaic_gpu", "pallas_kernels.sampling.mosaic_gpu"),
+        ),
     }
 )
 

@@ -16,7 +16,8 @@ from pallas_kernels.gqa_decode import mosaic_gpu, xla
 from pallas_kernels.timing import Problem, Step, sets_needed
 
 PAGE_TOKENS = 64
-# "gqa_decode HEADS/KV_HEADS [eHEAD_DIM] bROWS kvTOKENS"; head dimension 128 where not said.
+# "gqa_decode HEADS/KV_HEADS [eHEAD_DIM] [sQUERY_TOKENS] bROWS kvTOKENS"; head dimension 128, no axis of query tokens
+# where not said.
 CASE_IDS = (
     "gqa_decode 32/2 b128 kv4k",
     "gqa_decode 32/2 b1 kv4k",
@@ -29,54 +30,60 @@ CASE_IDS = (
     "gqa_decode 32/32 b16 kv1k",
     "gqa_decode 40/40 b16 kv1k",
     "gqa_decode 9/3 e64 b16 kv1k",
+    "gqa_decode 32/2 s2 b16 kv4k",
+    "gqa_decode 32/2 s4 b64 kv4k",
+    "gqa_decode 8/1 e256 b64 kv4k",
 )
-_PATTERN = re.compile(r"gqa_decode (\d+)/(\d+)(?: e(\d+))? b(\d+) kv(\d+)(k?)")
+_PATTERN = re.compile(r"gqa_decode (\d+)/(\d+)(?: e(\d+))?(?: s(\d+))? b(\d+) kv(\d+)(k?)")
 
 
 def build(case_id: str, device: Device) -> Problem:
-    """Random data for a case; every row has the case's length; pages in random order."""
-    heads, kv_heads, head_dim, rows, tokens, kilo = _PATTERN.fullmatch(case_id).groups()
-    N, E, B = int(kv_heads), int(head_dim or 128), int(rows)
-    G, length = int(heads) // N, int(tokens) * (1024 if kilo else 1)
-    M = length // PAGE_TOKENS
+    """Random data for a case; every row has the case's length; pages in random order.
+
+    As in a model: each call of a step has a layer's own pools; table and lengths are the step's.
+    """
+    heads, kv_heads, head_dim, tokens, rows, length, kilo = _PATTERN.fullmatch(case_id).groups()
+    N, E, B, S = int(kv_heads), int(head_dim or 128), int(rows), int(tokens or 1)
+    G, L = int(heads) // N, int(length) * (1024 if kilo else 1)
+    M = L // PAGE_TOKENS
     live_bytes = 2 * B * M * PAGE_TOKENS * N * E * 2
-    sets = sets_needed(live_bytes)
-    keys = jax.random.split(jax.random.key(0), 3)
-    pool = (sets * B * M, N, PAGE_TOKENS, E)
-    k, v = (jax.jit(lambda key: jax.random.normal(key, pool, jnp.bfloat16))(key) for key in keys[:2])
-    q = jax.random.normal(keys[2], (B, N, G, E), jnp.bfloat16)
-    order = np.random.default_rng(0).permutation(pool[0]).astype(np.int32).reshape(sets, B, M)
-    tables = [(jnp.asarray(table),) for table in order]
-    length_B = jnp.full((B,), length, jnp.int32)
+    *pool_keys, q_key = jax.random.split(jax.random.key(0), 1 + 2 * sets_needed(live_bytes))
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    pools = [normal(key, (B * M, N, PAGE_TOKENS, E), jnp.bfloat16) for key in pool_keys]
+    sets = list(zip(pools[::2], pools[1::2], strict=True))
+    q = normal(q_key, (B, *((S,) if tokens else ()), N, G, E), jnp.bfloat16)
+    table_BM = jnp.asarray(np.random.default_rng(0).permutation(B * M).astype(np.int32).reshape(B, M))
+    length_B = jnp.full((B,), L, jnp.int32)
 
     @jax.jit
-    def reference(*arrays: jax.Array) -> jax.Array:
-        exact = (array.astype(jnp.float32) for array in arrays)
-        return xla.run(*exact, tables[0][0], length_B, scale=E**-0.5, device=device)
+    def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        exact = (array.astype(jnp.float32) for array in (q, k, v))
+        return xla.run(*exact, table_BM, length_B, scale=E**-0.5, device=device)
 
     return Problem(
         case_id=case_id,
         first=q,
-        shared=(k, v, length_B),
-        sets=tables,
-        reference=lambda: reference(q, k, v),  # as arguments: pages caught as constants would be copied
+        shared=(table_BM, length_B),
+        sets=sets,
+        reference=lambda: reference(q, *sets[0]),  # as arguments: pages caught as constants would be copied
         least_bytes=live_bytes + 2 * q.nbytes,
-        operations=4 * B * N * G * length * E,
+        operations=4 * B * S * N * G * L * E,
     )
 
 
 def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     """Named ways to run the op; `every`: all tunings of the kernel and the XLA form, else only what is chosen."""
-    tuning = mosaic_gpu.tuning_for(problem.first.shape[3])
+    shape = problem.first.shape
+    queries = shape[-2] * (shape[1] if len(shape) == 5 else 1)
+    tuning = mosaic_gpu.tuning_for(shape[-1], queries)
     found = {"mosaic_gpu": _step(mosaic_gpu.run, device, tuning=tuning)}
     if every:
         for changes in (
-            {"early_merge": True},
+            {"fused": False},
+            {"align": False},
             {"min_pages": 2},
             {"min_pages": 8},
-            {"merge_widths": (8, 2)},
             {"stages": tuning.stages - 1},
-            {"parts": 132, "stages": 2 * tuning.stages},
         ):
             name = "mosaic_gpu " + " ".join(f"{key}={value}" for key, value in changes.items())
             found[name] = _step(mosaic_gpu.run, device, tuning=replace(tuning, **changes))
@@ -86,7 +93,6 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
 
 def _step(run: Callable[..., jax.Array], device: Device, **options: Any) -> Step:
     def step(q: jax.Array, shared: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
-        k, v, length_B = shared
-        return run(q, k, v, own[0], length_B, scale=q.shape[3] ** -0.5, device=device, **options)
+        return run(q, *own, *shared, scale=q.shape[-1] ** -0.5, device=device, **options)
 
     return step

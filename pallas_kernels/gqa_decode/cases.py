@@ -20,6 +20,7 @@ class DecodeCase:
     head_dim: int
     page_tokens: int
     dtype: str = "float32"
+    tokens: int | None = None  # query tokens of a row; None: queries without an axis for them
 
     @property
     def scale(self) -> float:
@@ -30,7 +31,7 @@ class DecodeCase:
 class DecodeInputs(NamedTuple):
     """The arrays of one call, in the order of the contract."""
 
-    q_BNGE: np.ndarray
+    q: np.ndarray
     k_PNKE: np.ndarray
     v_PNKE: np.ndarray
     table_BM: np.ndarray
@@ -38,6 +39,7 @@ class DecodeInputs(NamedTuple):
 
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 0, 250)
+NEW_TOKENS = (0, 1, 2, 3, 4, 5, 16, 17, 18, 63, 64, 65, 66, 67, 71, 72, 130)  # fewer than there are new ones, too
 CASES = (
     DecodeCase("mha, page 16", EDGES, kv_heads=4, group=1, head_dim=64, page_tokens=16),
     DecodeCase("group 3, page 16", EDGES, kv_heads=3, group=3, head_dim=64, page_tokens=16),
@@ -47,6 +49,9 @@ CASES = (
     DecodeCase("nobody", (0, 0), kv_heads=2, group=2, head_dim=64, page_tokens=16),
     DecodeCase("bf16 group 16", EDGES, kv_heads=2, group=16, head_dim=128, page_tokens=64, dtype="bfloat16"),
     DecodeCase("bf16 mha", EDGES, kv_heads=4, group=1, head_dim=64, page_tokens=64, dtype="bfloat16"),
+    DecodeCase("4 tokens", NEW_TOKENS, kv_heads=2, group=3, head_dim=64, page_tokens=16, tokens=4),
+    DecodeCase("8 tokens, page 64", NEW_TOKENS, kv_heads=1, group=2, head_dim=64, page_tokens=64, tokens=8),
+    DecodeCase("an axis of one token", EDGES, kv_heads=2, group=2, head_dim=64, page_tokens=16, tokens=1),
 )
 
 
@@ -72,8 +77,9 @@ def make_inputs(case: DecodeCase, seed: int) -> DecodeInputs:
         table_BM[row, : len(mine)] = mine
         for pool in (k_PNKE, v_PNKE):
             fill_pages(pool, mine, rng.standard_normal((tokens, case.kv_heads, case.head_dim)))
-    q_BNGE = rng.standard_normal((len(case.lengths), case.kv_heads, case.group, case.head_dim)).astype(dtype)
-    return DecodeInputs(q_BNGE, k_PNKE, v_PNKE, table_BM.astype(np.int32), np.asarray(case.lengths, np.int32))
+    new = () if case.tokens is None else (case.tokens,)
+    q = rng.standard_normal((len(case.lengths), *new, case.kv_heads, case.group, case.head_dim)).astype(dtype)
+    return DecodeInputs(q, k_PNKE, v_PNKE, table_BM.astype(np.int32), np.asarray(case.lengths, np.int32))
 
 
 def fill_pages(pool_PNKE: np.ndarray, pages: np.ndarray, rows_LNE: np.ndarray) -> None:

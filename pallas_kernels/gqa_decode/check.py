@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,19 +17,26 @@ from pallas_kernels.gqa_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.gqa_decode.reference import dense
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 4092, 0, 128, 700)
+NEW_TOKENS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 66, 70, 71, 72, 1000, 4092)
 
 
 def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]]:
     """Label and function of each case; a function gives the kernel's result and the reference's."""
     for group in (1, 3, 4, 8, 16):
-        for head_dim in (64, 128):
-            case = DecodeCase(f"g{group} e{head_dim}", LENGTHS, 2, group, head_dim, mosaic_gpu.PAGE_TOKENS, "bfloat16")
-            yield case.name, _runner(case, device, mosaic_gpu.tuning_for(head_dim))
+        for head_dim in (64, 128, 256):
+            yield _check(f"g{group} e{head_dim}", LENGTHS, 2, group, head_dim, device)
+    for tokens, group in ((2, 1), (2, 16), (3, 3), (4, 16), (8, 8), (8, 1)):
+        yield _check(f"s{tokens} g{group} e128", NEW_TOKENS, 2, group, 128, device, tokens=tokens)
+    yield _check("s4 g8 e256", NEW_TOKENS, 2, 8, 256, device, tokens=4)
     many = tuple(int(n) for n in np.random.default_rng(5).integers(0, 600, 60))
-    case = DecodeCase("60 rows, 8 kv heads", many, 8, 4, 128, mosaic_gpu.PAGE_TOKENS, "bfloat16")
-    tuning = mosaic_gpu.tuning_for(128)
-    yield case.name, _runner(case, device, tuning)
-    yield f"{case.name}, early merge", _runner(case, device, replace(tuning, early_merge=True))
+    yield _check("fewer queries than columns", (77,), 1, 3, 128, device)
+    yield _check("60 rows, 8 kv heads", many, 8, 4, 128, device)
+    yield _check("60 rows, 8 kv heads, own merge", many, 8, 4, 128, device, fused=False)
+    yield _check("cut evenly", (4096,) * 16, 2, 16, 128, device)
+    # One long row: more items than are merged at once, so in groups first; and few CTAs that go over many units.
+    yield _check("one row of 64k", (65536 - 7,), 2, 16, 128, device)
+    yield _check("one row of 64k among short", (5, 65500, 64, 300), 1, 4, 64, device)
+    yield _check("few parts", many, 2, 16, 128, device, parts=7)
 
 
 def passes(found: Difference) -> bool:
@@ -36,8 +45,29 @@ def passes(found: Difference) -> bool:
     return found.norm <= norm and found.element <= element and not found.bad
 
 
-def _runner(case: DecodeCase, device: Device, tuning: mosaic_gpu.Tuning) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-    inputs = make_inputs(case, seed=0)
-    expected = dense(*inputs, scale=case.scale)
-    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, tuning=tuning))
-    return lambda: (np.asarray(call(*inputs), np.float32), expected)
+def _check(
+    label: str,
+    lengths: tuple[int, ...],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    device: Device,
+    *,
+    tokens: int | None = None,
+    **changes: Any,
+) -> tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
+    """One case, with the tuning chosen for it and changes to it."""
+    case = DecodeCase(label, lengths, kv_heads, group, head_dim, mosaic_gpu.PAGE_TOKENS, "bfloat16", tokens)
+    tuning = replace(mosaic_gpu.tuning_for(head_dim, (tokens or 1) * group), **changes)
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        inputs, expected, call = prepared()
+        return np.asarray(call(*inputs), np.float32), expected
+
+    @functools.cache
+    def prepared() -> tuple[Any, np.ndarray, Callable[..., jax.Array]]:
+        inputs = make_inputs(case, seed=0)
+        call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, tuning=tuning))
+        return jax.device_put(inputs), dense(*inputs, scale=case.scale), call
+
+    return label, run

@@ -1,4 +1,4 @@
-"""Attention of one new token a row over paged keys and values: takes queries from an attention layer, gives it heads.
+"""Attention of new tokens, 1 to 8 a row, over paged keys and values: takes a layer's queries, gives it heads.
 
 Cache layout: one pool for keys, one for values, [P, N, K, E]: within a page the rows of one kv head lie together, so a
 page of a head is one contiguous block. NOTES.md of this folder says why.
@@ -14,6 +14,7 @@ from pallas_kernels import registry
 from pallas_kernels.device import Device
 
 OP = "gqa_decode"
+MOST_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,11 @@ class GqaDecodeShapes:
     page_tokens: int  # K
     max_pages: int  # M, of a block table row
     dtype: str
+    tokens: int = 1  # S, query tokens a row
 
 
 def gqa_decode(
-    q_BNGE: jax.Array,
+    q: jax.Array,
     k_PNKE: jax.Array,
     v_PNKE: jax.Array,
     table_BM: jax.Array,
@@ -40,32 +42,38 @@ def gqa_decode(
     device: Device,
     implementation: str = registry.AUTO,
 ) -> jax.Array:
-    """softmax(scale q k^T) v over the first `length_B[b]` tokens of the pages that `table_BM[b]` names.
+    """softmax(scale q k^T) v over the pages that `table_BM[b]` names, causal where a row has several query tokens.
 
     Args:
-      q_BNGE: queries, bf16 or fp32.
-      k_PNKE, v_PNKE: the pools, in q's dtype; the new token's row is already written. What lies past a row's length
+      q: queries [B, N, G, E], one token a row, or [B, S, N, G, E], S tokens, 1 to 8; bf16 or fp32. Token s stands at
+        position length - S + s and sees the tokens up to its own; one whose position is negative gives zeros.
+      k_PNKE, v_PNKE: the pools, in q's dtype; the query tokens' rows are already written. What lies past a row's length
         may be anything, NaN too: it never reaches an output.
       table_BM: int32 page ids; entries past the length may be anything.
-      length_B: int32, tokens in the cache with the new one; 0 is a padded row and gives zeros.
+      length_B: int32, tokens in the cache with the query tokens; 0 is a padded row and gives zeros.
       scale: of the scores, commonly E ** -0.5.
       device, implementation: see registry.select.
 
     Returns:
-      [B, N, G, E] in q's dtype; scores and softmax are fp32.
+      As q in shape and dtype; scores and softmax are fp32.
 
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    rows, kv_heads, group, head_dim = q_BNGE.shape
+    if q.ndim not in (4, 5):
+        raise ValueError(f"{OP}: q is {q.shape}, must be [B, N, G, E] or [B, S, N, G, E].")
+    rows, tokens, kv_heads, group, head_dim = q.shape if q.ndim == 5 else (q.shape[0], 1, *q.shape[1:])
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{OP}: q has {tokens} query tokens a row, must be 1 to {MOST_TOKENS}.")
     if v_PNKE.shape != k_PNKE.shape:
         raise ValueError(f"{OP}: keys {k_PNKE.shape} and values {v_PNKE.shape} must have one shape.")
     if k_PNKE.shape[1] != kv_heads or k_PNKE.shape[3] != head_dim:
         raise ValueError(f"{OP}: pools are {k_PNKE.shape}, must be [P, {kv_heads}, K, {head_dim}] for these queries.")
-    if not q_BNGE.dtype == k_PNKE.dtype == v_PNKE.dtype:
-        raise ValueError(f"{OP}: dtypes {q_BNGE.dtype}, {k_PNKE.dtype}, {v_PNKE.dtype} must be one.")
+    if not q.dtype == k_PNKE.dtype == v_PNKE.dtype:
+        raise ValueError(f"{OP}: dtypes {q.dtype}, {k_PNKE.dtype}, {v_PNKE.dtype} must be one.")
     if table_BM.shape[0] != rows or length_B.shape != (rows,):
         raise ValueError(f"{OP}: table {table_BM.shape} and length {length_B.shape} must have {rows} rows.")
-    shapes = GqaDecodeShapes(rows, kv_heads, group, head_dim, k_PNKE.shape[2], table_BM.shape[1], str(q_BNGE.dtype))
+    sizes = (k_PNKE.shape[2], table_BM.shape[1], str(q.dtype), tokens)
+    shapes = GqaDecodeShapes(rows, kv_heads, group, head_dim, *sizes)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(q_BNGE, k_PNKE, v_PNKE, table_BM, length_B, scale=scale, device=device)
+    return chosen.run(q, k_PNKE, v_PNKE, table_BM, length_B, scale=scale, device=device)

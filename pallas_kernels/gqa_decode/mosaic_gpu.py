@@ -10,10 +10,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
-from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, decode
-from pallas_kernels.split import split_pages
+from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, decode, num_words, padded, unit_rows
+from pallas_kernels.grid_sync import zero_words
+from pallas_kernels.split import records, split_pages
 
-_LARGEST_GROUP = 64
+_CTA_BYTES, _HALF_SM_BYTES = 232448, 115712  # shared memory of the one CTA of an SM, and of each of two
+
+_MOST_PRODUCTS = 8192  # head dimension x queries of a unit: a thread's registers
 
 
 def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
@@ -24,22 +27,30 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
         return f"dtype is {shapes.dtype}, must be bfloat16."
     if shapes.page_tokens != PAGE_TOKENS:
         return f"page size is {shapes.page_tokens} tokens, must be {PAGE_TOKENS}."
-    if shapes.head_dim not in (64, 128):
-        return f"head dimension is {shapes.head_dim}, must be 64 or 128."
-    if shapes.group > _LARGEST_GROUP:
-        return f"a kv head has {shapes.group} query heads, must be {_LARGEST_GROUP} at most."
+    if shapes.head_dim not in (64, 128, 256):
+        return f"head dimension is {shapes.head_dim}, must be 64, 128 or 256."
+    most = _MOST_PRODUCTS // max(shapes.head_dim, 128)
+    if padded(shapes.tokens * shapes.group) > most:
+        given = f"{shapes.tokens * shapes.group} queries ({shapes.tokens} tokens x {shapes.group} heads)"
+        return f"a kv head has {given}, must be {most} at most for this head dimension."
     return None
 
 
-def tuning_for(head_dim: int) -> Tuning:
-    """Pages of half the width are half the bytes: twice as many are kept in flight."""
-    return Tuning(stages=3 * 128 // head_dim)
+def tuning_for(head_dim: int, queries: int) -> Tuning:
+    """As many pages in flight as shared memory holds: of two CTAs an SM, or of one where two are too small."""
+    heads = padded(queries)
+    other_bytes = 2 * heads * (2 * head_dim + PAGE_TOKENS) + 3072  # queries, output, weights; reductions, barriers
+    page_bytes = 4 * PAGE_TOKENS * head_dim
+    stages = (_HALF_SM_BYTES - other_bytes) // page_bytes
+    if heads <= 16 and stages >= 3:
+        return Tuning(stages=stages)
+    return Tuning(parts=132, stages=(_CTA_BYTES - other_bytes) // page_bytes)
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("scale", "device", "tuning", "interpret"))
 def run(
-    q_BNGE: jax.Array,
+    q: jax.Array,
     k_PNKE: jax.Array,
     v_PNKE: jax.Array,
     table_BM: jax.Array,
@@ -51,21 +62,39 @@ def run(
     interpret: Any = None,
 ) -> jax.Array:
     """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
-    B, N, G, E = q_BNGE.shape
-    tuning = tuning or tuning_for(E)
+    q_BSNGE = q if q.ndim == 5 else q[:, None]
+    B, S, N, G, E = q_BSNGE.shape
     P, _, K, _ = k_PNKE.shape
-    # XLA fuses the padding into whatever made the queries.
-    q_UHE = jnp.pad(q_BNGE.reshape(B * N, G, E), ((0, 0), (0, -G % 8), (0, 0)))
-    out_UGE = decode(
-        q_UHE,
+    tuning = tuning or tuning_for(E, S * G)
+    split = split_pages(
+        length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages, align=tuning.align
+    )
+    words = zero_words(jnp.resize(split.items_U, (num_words(tuning.parts, B * N),)))
+    out_BSNGE = decode(
+        _queries(q_BSNGE),
         k_PNKE.reshape(P * N, K, E),
         v_PNKE.reshape(P * N, K, E),
         table_BM,
         length_B,
-        split_pages(length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages),
-        group=G,
+        records(split, table_BM, length_B, kv_heads=N, pool_pages=P, ids=tuning.stages),
+        words,
+        jnp.stack([split.items_U, split.first_item_U], axis=1),
+        shape=q_BSNGE.shape,
         scale=scale,
         tuning=tuning,
         interpret=interpret,
     )
-    return out_UGE.reshape(B, N, G, E)
+    return out_BSNGE.reshape(q.shape)
+
+
+def _queries(q_BSNGE: jax.Array) -> jax.Array:
+    """[C, E], a unit's queries one after the other: as they are where there is one query token."""
+    B, S, N, G, E = q_BSNGE.shape
+    rows = unit_rows(S, G)
+    if S == 1:
+        q_CE = q_BSNGE.reshape(B * N * G, E)
+    else:
+        q_BNQE = q_BSNGE.transpose(0, 2, 1, 3, 4).reshape(B, N, S * G, E)
+        q_CE = jnp.pad(q_BNQE, ((0, 0), (0, 0), (0, rows - S * G), (0, 0))).reshape(B * N * rows, E)
+    missing = padded(S * G) - len(q_CE)
+    return jnp.pad(q_CE, ((0, missing), (0, 0))) if missing > 0 else q_CE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.blockwise import attend
 from pallas_kernels.device import Device
@@ -15,7 +16,7 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
 
 
 def run(
-    q_BNGE: jax.Array,
+    q: jax.Array,
     k_PNKE: jax.Array,
     v_PNKE: jax.Array,
     table_BM: jax.Array,
@@ -24,6 +25,9 @@ def run(
     scale: float,
     device: Device,
 ) -> jax.Array:
-    """See the contract. Every row is a tile of one query token."""
-    out = attend(q_BNGE[:, None], k_PNKE, v_PNKE, table_BM, length_B[:, None], scale=scale, device=device)
-    return out[:, 0]
+    """See the contract. Every row is a tile of its query tokens."""
+    q_BSNGE = q if q.ndim == 5 else q[:, None]
+    tokens = q_BSNGE.shape[1]
+    visible_BS = length_B[:, None] - tokens + 1 + jnp.arange(tokens)
+    out_BSNGE = attend(q_BSNGE, k_PNKE, v_PNKE, table_BM, visible_BS, scale=scale, device=device)
+    return out_BSNGE.reshape(q.shape)

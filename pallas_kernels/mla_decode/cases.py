@@ -20,6 +20,7 @@ class DecodeCase:
     rank: int = 512
     rope_dim: int = 64
     dtype: str = "float32"
+    tokens: int | None = None  # query tokens of a row; None: queries without an axis for them
 
     @property
     def scale(self) -> float:
@@ -37,6 +38,7 @@ class DecodeInputs(NamedTuple):
 
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 0, 250)
+NEW_TOKENS = (0, 1, 2, 3, 4, 5, 16, 17, 18, 63, 64, 65, 66, 67, 71, 72, 130)  # fewer than there are new ones, too
 CASES = (
     DecodeCase("tiny, one head", EDGES, heads=1, page_tokens=16, rank=32, rope_dim=8),
     DecodeCase("tiny, 5 heads", EDGES, heads=5, page_tokens=16, rank=32, rope_dim=16),
@@ -45,6 +47,9 @@ CASES = (
     DecodeCase("one long among short", (3, 1, 700, 2, 64), heads=2, page_tokens=64),
     DecodeCase("nobody", (0, 0), heads=2, page_tokens=16, rank=32, rope_dim=8),
     DecodeCase("bf16, 16 heads", EDGES, heads=16, page_tokens=64, dtype="bfloat16"),
+    DecodeCase("4 tokens", NEW_TOKENS, heads=3, page_tokens=16, rank=32, rope_dim=8, tokens=4),
+    DecodeCase("8 tokens, page 64", NEW_TOKENS, heads=2, page_tokens=64, rank=32, rope_dim=8, tokens=8),
+    DecodeCase("an axis of one token", EDGES, heads=2, page_tokens=16, rank=32, rope_dim=8, tokens=1),
 )
 
 
@@ -68,7 +73,8 @@ def make_inputs(case: DecodeCase, seed: int) -> DecodeInputs:
         taken += pages_B[row]
         table_BM[row, : len(mine)] = mine
         fill_pages(latent_PKL, mine, rng.standard_normal((tokens, latent_dim)))
-    q_BHL = rng.standard_normal((len(case.lengths), case.heads, latent_dim)).astype(dtype)
+    new = () if case.tokens is None else (case.tokens,)
+    q_BHL = rng.standard_normal((len(case.lengths), *new, case.heads, latent_dim)).astype(dtype)
     return DecodeInputs(q_BHL, latent_PKL, table_BM.astype(np.int32), np.asarray(case.lengths, np.int32))
 
 

@@ -10,12 +10,20 @@ import numpy as np
 
 from pallas_kernels.compare import BOUNDS, Difference
 from pallas_kernels.device import Device
-from pallas_kernels.mla_decode import mosaic_gpu
+from pallas_kernels.mla_decode import cases, mosaic_gpu
 from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.mla_decode.reference import dense
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 4092, 0, 128, 700)
 HEADS = (1, 8, 16, 20, 32, 64, 96, 128)
+NEW_TOKENS = ((4, 4), (16, 2), (8, 4), (3, 8))  # heads and query tokens
+
+FEW_FORMS = tuple(
+    {"fused": fused, "halves": halves, "min_pages": pages}
+    for fused, halves in ((True, False), (False, True), (True, True))
+    for pages in (1, 2)
+)
+MANY_FORMS = ({"turns": True}, {"turns": True, "multicast": True})
 
 
 def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]]:
@@ -25,10 +33,21 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
         for name, lengths in (("edges", LENGTHS), ("60 rows", many), ("one row", (1000,))):
             case = DecodeCase(f"h{heads} {name}", lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
             yield case.name, _runner(case, device, mosaic_gpu.tuning_for(heads))
+    for heads, new in NEW_TOKENS:
+        for name, lengths in (("edges", (*cases.NEW_TOKENS, 700, 4092, 4097)), ("60 rows", many)):
+            label = f"h{heads} s{new} {name}"
+            case = DecodeCase(label, lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16", tokens=new)
+            yield case.name, _runner(case, device, mosaic_gpu.tuning_for(heads * new))
+    for heads, new in ((20, 3), (128, 2), (128, 8)):
+        label = f"h{heads} s{new} edges turns"
+        lengths = (*cases.NEW_TOKENS, 700, 4092, 4097)
+        case = DecodeCase(label, lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16", tokens=new)
+        yield label, _runner(case, device, replace(mosaic_gpu.tuning_for(heads * new), turns=True))
     # One part holds all rows whole; parts of one page; a merge in several rounds.
     for heads in (16, 32, 128):
         case = DecodeCase(f"h{heads} edges", LENGTHS, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
-        for changes in ({"parts": 1}, {"min_pages": 1}, {"merge_items": (2,), "merge_heads": 3}):
+        forms = MANY_FORMS if heads == 128 else FEW_FORMS
+        for changes in ({"parts": 1}, {"min_pages": 1}, {"merge_items": (2,), "merge_heads": 3}, *forms):
             tuning = replace(mosaic_gpu.tuning_for(heads), **changes)
             yield f"{case.name} {changes}", _runner(case, device, tuning)
 

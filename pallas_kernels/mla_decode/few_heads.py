@@ -2,14 +2,16 @@
 
 S^T = K Q^T, O^T = V^T P^T. One computing warpgroup a CTA, because a maximum over M crosses its warps through a scratch
 of which a CTA has one; one CTA an SM; a ring of thirds of pages (64 tokens x 192 columns), so that what has been used
-is refilled while the rest of its page is not. NOTES.md has the design and figures.
-Dimension keys beyond the contract's: A parts, I items (see split.py), H padded heads, J rope dimensions, S slots of
-the ring, C columns of a third, V columns of a third that are values.
+is refilled while the rest of its page is not. The parts of a row meet and merge it, or a second kernel does (merge.py).
+NOTES.md has the design and figures.
+Dimension keys beyond the contract's: A parts, I items (see split.py), W words of a record, H the heads of all query
+tokens, padded, J rope dimensions, Z slots of the ring, C columns of a third, V columns of a third that are values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import grid_sync
 from pallas_kernels.mla_decode.common import (
     LATENT_DIM,
     NEVER,
@@ -30,11 +33,12 @@ from pallas_kernels.mla_decode.common import (
     accumulate,
     clear_stale,
     constant,
-    for_each_item,
     for_each_page,
-    is_whole,
 )
-from pallas_kernels.split import Split, num_items
+from pallas_kernels.mla_decode.few_merge import merge_slice
+from pallas_kernels.mla_decode.merge import merge
+from pallas_kernels.mla_decode.work_list import Meeting, record, records
+from pallas_kernels.split import Split, num_items, unit_pages
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a head
 _THIRDS = 3
@@ -43,7 +47,7 @@ _VALUES = tuple(min(_WIDTH, RANK - third * _WIDTH) for third in range(_THIRDS)) 
 _COMPUTE, _COPY = range(2)
 
 
-def partials(
+def decode(
     q_BHR: jax.Array,
     rope_q_BHJ: jax.Array,
     latent_PKL: jax.Array,
@@ -51,28 +55,34 @@ def partials(
     length_B: jax.Array,
     split: Split,
     *,
-    heads: int,
+    queries: int,
+    tokens: int,
     scale: float,
     tuning: Tuning,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out [B, heads, rank] with the whole rows in it; partial results [I, H, rank] and their base-2 sums [I, H], fp32.
+) -> jax.Array:
+    """out [B, queries, rank].
 
-    q_BHR, rope_q_BHJ: the two parts of the queries; heads past `heads` are padding, up to a multiple of 8 and to 16.
+    q_BHR, rope_q_BHJ: the two parts of the queries, `tokens` of them for each head, token by token; past `queries` is
+    padding, up to a multiple of 8 and to 16.
     """
     rows, padded, _ = q_BHR.shape
     items, slots, dtype = num_items(tuning.parts, rows), tuning.slots, q_BHR.dtype
     sizes = {
         "heads": padded,
+        "tokens": tokens,
+        "token_heads": queries // tokens,
         "slots": slots,
         "scale": scale * math.log2(math.e),
-        # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers.
+        # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers. Nor does
+        # it know how CTAs meet.
         "carried": interpret is None,
+        "fused": tuning.fused and interpret is None,
     }
 
     def mla_decode_few_heads(*refs: Any, **scratch: Any) -> None:
-        names = ("first_unit_A", "first_page_A", "last_unit_A", "end_page_A", "table_BM", "length_B")
-        names += ("q_BHR", "rope_q_BHJ", "latent_PKL", "out_BHR", "part_IHR", "lse_IH")
+        names = ("record_AW", "words_B", "table_BM", "length_B", "q_BHR", "rope_q_BHJ", "latent_PKL")
+        names += ("out_BHR", "part_IHR", "lse_IH")
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == _COMPUTE)(lambda: _compute(r))
@@ -81,14 +91,14 @@ def partials(
     call = plgpu.kernel(
         mla_decode_few_heads,
         out_type=(
-            jax.ShapeDtypeStruct((rows, heads, RANK), dtype),
+            jax.ShapeDtypeStruct((rows, queries, RANK), dtype),
             jax.ShapeDtypeStruct((items, padded, RANK), jnp.float32),
             jax.ShapeDtypeStruct((items, padded), jnp.float32),
         ),
         scratch_types={
             "q_HR": plgpu.SMEM((padded, RANK), dtype, transforms=SWIZZLED),
             "rope_q_HJ": plgpu.SMEM((padded, LATENT_DIM - RANK), dtype, transforms=SWIZZLED),
-            "ring_SKC": plgpu.SMEM((slots, PAGE_TOKENS, _WIDTH), dtype, transforms=SWIZZLED),
+            "ring_ZKC": plgpu.SMEM((slots, PAGE_TOKENS, _WIDTH), dtype, transforms=SWIZZLED),
             "p_HK": plgpu.SMEM((padded, PAGE_TOKENS), dtype, transforms=SWIZZLED),
             "o_HV": tuple(plgpu.SMEM((padded, values), dtype) for values in _VALUES),
             "q_full": plgpu.Barrier(num_arrivals=2),
@@ -102,7 +112,27 @@ def partials(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return call(*split[:4], table_BM, length_B, q_BHR, rope_q_BHJ, latent_PKL)
+    lists = (records(length_B, split, page_tokens=PAGE_TOKENS), grid_sync.zero_words(length_B), table_BM, length_B)
+    out_BHR, part_IHR, lse_IH = call(*lists, q_BHR, rope_q_BHJ, latent_PKL)
+    return out_BHR if sizes["fused"] else merge(out_BHR, part_IHR, lse_IH, split, tuning=tuning, interpret=interpret)
+
+
+def for_each_item(r: SimpleNamespace, visit: Callable[..., None]) -> jax.Array:
+    """visit(row, its tokens, first page, end page, pages before, meeting) for each item of a part; gives its pages."""
+    mine = record(r.record_AW, lax.axis_index("part"))
+
+    def item(row: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        before, start, end, length = state
+        # The next row's length is read early: its latency hides behind this row. Nor does a start wait for a length.
+        next_length = r.length_B[jnp.minimum(row + 1, mine.last)]
+        meetings = zip(mine.at_first, mine.at_last, Meeting(1, 0, 1), strict=True)
+        meeting = [jnp.where(row == mine.first, a, jnp.where(row == mine.last, b, c)) for a, b, c in meetings]
+        visit(row, length, start, end, before, Meeting(*meeting))
+        next_end = jnp.where(row + 1 == mine.last, mine.last_end, unit_pages(next_length, PAGE_TOKENS))
+        return before + end - start, jnp.int32(0), next_end, next_length
+
+    start = (jnp.int32(0), mine.first_page, mine.first_end, mine.first_length)
+    return lax.fori_loop(mine.first, mine.last + 1, item, start)[0]
 
 
 def _slot(r: SimpleNamespace, page: jax.Array, third: int) -> jax.Array:
@@ -113,18 +143,18 @@ def _slot(r: SimpleNamespace, page: jax.Array, third: int) -> jax.Array:
 def _copy(r: SimpleNamespace) -> None:
     """The copying warpgroup: thirds of pages, as far ahead as the ring allows."""
 
-    def visit(index: jax.Array, row: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array) -> None:
+    def visit(row: jax.Array, _: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array, *_more: Any) -> None:
         def page(index: jax.Array, page_id: jax.Array) -> None:
             for third in range(_THIRDS):
                 place = before + index - start
                 slot = _slot(r, place, third)
                 pl.when(place * _THIRDS + third >= r.slots)(lambda slot=slot: plgpu.barrier_wait(r.free.at[slot]))
                 source = r.latent_PKL.at[page_id, :, pl.ds(third * _WIDTH, _WIDTH)]
-                plgpu.copy_gmem_to_smem(source, r.ring_SKC.at[slot], r.full.at[slot])
+                plgpu.copy_gmem_to_smem(source, r.ring_ZKC.at[slot], r.full.at[slot])
 
         for_each_page(r, row, start, end, page)
 
-    _, pages = for_each_item(r, visit)
+    pages = for_each_item(r, visit)
 
     # Every completion of a barrier must have been waited for when a kernel ends.
     @pl.loop(jnp.maximum(pages * _THIRDS - r.slots, 0), pages * _THIRDS)
@@ -136,14 +166,15 @@ def _compute(r: SimpleNamespace) -> None:
     """The computing warpgroup: softmax over the pages of each item, its running maximum kept in base 2."""
     part = lax.axis_index("part")
 
-    def visit(index: jax.Array, row: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array) -> None:
-        length = r.length_B[row]
+    def visit(
+        row: jax.Array, tokens: jax.Array, start: jax.Array, end: jax.Array, before: jax.Array, meeting: Meeting
+    ) -> None:
         plgpu.copy_gmem_to_smem(r.q_BHR.at[row], r.q_HR, r.q_full)
         plgpu.copy_gmem_to_smem(r.rope_q_BHJ.at[row], r.rope_q_HJ, r.q_full)
         plgpu.barrier_wait(r.q_full)
 
         def page(index: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
-            return _page(r, before + index - start, length - index * PAGE_TOKENS, state)
+            return _page(r, before + index - start, tokens - index * PAGE_TOKENS, state)
 
         state = (
             tuple(constant(0.0, (values, r.heads), TILE) for values in _VALUES),
@@ -153,25 +184,44 @@ def _compute(r: SimpleNamespace) -> None:
         accs_VH, max_H, sum_KH = lax.fori_loop(start, end, page, state)
         sum_H = sum_KH.sum(axis=0)
         accs_VH = tuple(acc / lax.broadcast_in_dim(sum_H, acc.shape, [1]) for acc in accs_VH)
-        whole = is_whole(start, end, length)
+        if r.tokens > 1:
+            # A query token that would stand before the row's first sees nothing: its weights are all alike.
+            sees_VH = [tokens > hidden_tokens(r, acc.shape) for acc in accs_VH]
+            none_VH = [constant(0.0, acc.shape, TILE) for acc in accs_VH]
+            accs_VH = tuple(map(jnp.where, sees_VH, accs_VH, none_VH))
 
-        @pl.when(whole)
+        @pl.when(meeting.items == 1)
         def _() -> None:
             heads = pl.ds(0, r.out_BHR.shape[1])
             for acc, stage in zip(accs_VH, r.o_HV, strict=True):
-                stage.T[...] = _turned(acc, stage.dtype)
+                stage.T[...] = turned(acc, stage.dtype)
             plgpu.commit_smem()
             for third, stage in enumerate(r.o_HV):
                 plgpu.copy_smem_to_gmem(stage.at[heads], r.out_BHR.at[row, :, _values(third)])
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(meeting.items > 1)
         def _() -> None:
             for third, acc in enumerate(accs_VH):
-                r.part_IHR.at[part + row, :, _values(third)].T[...] = _turned(acc, jnp.float32)
+                r.part_IHR.at[part + row, :, _values(third)].T[...] = turned(acc, jnp.float32)
             r.lse_IH.at[part + row][...] = max_H + jnp.log2(sum_H)
+            if r.fused:
+                _meet(r, row, part - meeting.begin, meeting)
 
     for_each_item(r, visit)
+
+
+def _meet(r: SimpleNamespace, row: jax.Array, turn: jax.Array, meeting: Meeting) -> None:
+    """Merges a slice of a row once all of its parts have come, if this part has one."""
+
+    @pl.when(turn < meeting.mergers)
+    def _() -> None:
+        grid_sync.arrive_and_wait(r.words_B.at[row], meeting.items)
+        merge_slice(r, row, meeting.begin + row, meeting.items, turn, meeting.mergers)
+
+    @pl.when(turn >= meeting.mergers)
+    def _() -> None:
+        grid_sync.arrive(r.words_B.at[row])
 
 
 def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -186,14 +236,14 @@ def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[An
     def scores(out: Any) -> jax.Array:
         for third, slot in enumerate(slots):
             plgpu.barrier_wait(r.full.at[slot])
-            plgpu.wgmma(out, r.ring_SKC.at[slot, :, pl.ds(0, _VALUES[third])], r.q_HR.at[:, _values(third)].T)
-        rope = r.ring_SKC.at[slots[-1], :, pl.ds(_VALUES[-1], LATENT_DIM - RANK)]
+            plgpu.wgmma(out, r.ring_ZKC.at[slot, :, pl.ds(0, _VALUES[third])], r.q_HR.at[:, _values(third)].T)
+        rope = r.ring_ZKC.at[slots[-1], :, pl.ds(_VALUES[-1], LATENT_DIM - RANK)]
         plgpu.wgmma(out, rope, r.rope_q_HJ.T)
         return out[...]
 
     score_KH = pl.run_scoped(scores, plgpu.ACC(tile, jnp.float32)) * r.scale
     token_KH = plgpu.broadcasted_iota(jnp.int32, tile, 0, layout=TILE)
-    score_KH = jnp.where(token_KH < live, score_KH, NEVER)
+    score_KH = jnp.where(token_KH < live - hidden_tokens(r, tile), score_KH, NEVER)
     new_max_H = jnp.maximum(max_H, score_KH.max(axis=0))
     keep_H = jnp.exp2(max_H - new_max_H)
     weight_KH = jnp.exp2(score_KH - lax.broadcast_in_dim(new_max_H, tile, [1]))
@@ -205,13 +255,13 @@ def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[An
     @pl.when(live < PAGE_TOKENS)
     def _() -> None:
         for slot, values in zip(slots, _VALUES, strict=True):
-            clear_stale(r.ring_SKC.at[slot, :, pl.ds(0, values)], live)
+            clear_stale(r.ring_ZKC.at[slot, :, pl.ds(0, values)], live)
 
     plgpu.commit_smem()
 
     def add(outs: tuple[Any, ...]) -> None:
         for out, slot, values in zip(outs, slots, _VALUES, strict=True):
-            plgpu.wgmma(out, r.ring_SKC.at[slot, :, pl.ds(0, values)].T, r.p_HK.T)
+            plgpu.wgmma(out, r.ring_ZKC.at[slot, :, pl.ds(0, values)].T, r.p_HK.T)
         for third, slot in enumerate(slots):
             plgpu.wgmma_wait(_THIRDS - 1 - third)
             plgpu.barrier_arrive(r.free.at[slot])
@@ -219,11 +269,20 @@ def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[An
     return accumulate(add, accs_VH, carried=r.carried), new_max_H, sum_KH
 
 
+def hidden_tokens(r: SimpleNamespace, tile: tuple[int, int]) -> Any:
+    """How many of a row's last tokens each column does not see: none for the last query token (and padding)."""
+    if r.tokens == 1:
+        return 0
+    column = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=TILE)
+    later = r.tokens - 1
+    return sum((column < token * r.token_heads).astype(jnp.int32) for token in range(1, later + 1))
+
+
 def _values(third: int) -> Any:
     """The value columns of a third."""
     return pl.ds(third * _WIDTH, _VALUES[third])
 
 
-def _turned(acc_VH: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def turned(acc_VH: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """In the layout in which the transposed array is stored."""
     return plgpu.layout_cast(acc_VH.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)

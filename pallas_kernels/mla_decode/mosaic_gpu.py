@@ -1,4 +1,4 @@
-"""mla_decode on Hopper: cuts the pages into equal parts, one kernel for few heads or many, then the merge."""
+"""mla_decode on Hopper: cuts the pages into equal parts, one kernel for few queries a row and one for many."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import Device
-from pallas_kernels.mla_decode import few_heads, many_heads
+from pallas_kernels.mla_decode import few_halves, few_heads, many_heads, many_turns
 from pallas_kernels.mla_decode.common import LATENT_DIM, PAGE_TOKENS, RANK, Tuning
-from pallas_kernels.mla_decode.contract import MlaDecodeShapes
+from pallas_kernels.mla_decode.contract import MlaDecodeShapes, fold_tokens
 from pallas_kernels.mla_decode.merge import merge
 from pallas_kernels.split import split_pages
 
-FEW_HEADS = 32  # beyond, heads are wgmma's rows and no longer its columns
+FEW_QUERIES = 32  # heads x query tokens of a row; beyond, they are wgmma's rows and no longer its columns
 _MOST_HEADS = 128
 _SMS = 132
 
@@ -32,14 +32,16 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
         return f"a cached row has {shapes.rank} of {shapes.latent_dim} dimensions, must be {RANK} of {LATENT_DIM}."
     if shapes.heads > _MOST_HEADS:
         return f"there are {shapes.heads} heads, must be {_MOST_HEADS} at most."
+    if shapes.tokens > 1 and shapes.heads * shapes.tokens > FEW_QUERIES:
+        return f"{shapes.tokens} query tokens of {shapes.heads} heads are more than {FEW_QUERIES} queries a row."
     return None
 
 
-def tuning_for(heads: int) -> Tuning:
-    """One CTA an SM. More heads leave less shared memory for the ring, and more rows for the merge."""
-    if heads <= FEW_HEADS:
-        return Tuning(parts=_SMS, slots=7 if heads <= 24 else 6)
-    return Tuning(parts=_SMS // -(-heads // many_heads.BLOCK_HEADS), merge_items=(4, 8), merge_heads=2)
+def tuning_for(queries: int) -> Tuning:
+    """One CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
+    if queries <= FEW_QUERIES:
+        return Tuning(parts=_SMS, slots=7 if queries <= 24 else 6)
+    return Tuning(parts=_SMS // -(-queries // many_heads.BLOCK_HEADS), merge_items=(4, 8), merge_heads=2)
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
@@ -57,18 +59,23 @@ def run(
     interpret: Any = None,
 ) -> jax.Array:
     """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
-    heads = q_BHL.shape[1]
-    tuning = tuning or tuning_for(heads)
-    split = split_pages(length_B, kv_heads=1, page_tokens=PAGE_TOKENS, parts=tuning.parts, min_pages=tuning.min_pages)
-    few = heads <= FEW_HEADS
-    # Few heads are wgmma's columns: 8 would cost what 16 do, and layout inference fails on them. Many are its rows.
-    padded = max(16, heads + -heads % 8) if few else heads + -heads % many_heads.BLOCK_HEADS
+    shape = (*q_BHL.shape[:-1], rank)
+    q_BQL, tokens = fold_tokens(q_BHL)
+    queries = q_BQL.shape[1]
+    tuning = tuning or tuning_for(queries)
+    few = queries <= FEW_QUERIES
+    cut = {"parts": tuning.parts, "min_pages": tuning.min_pages, "align": not few and tuning.turns}
+    split = split_pages(length_B, kv_heads=1, page_tokens=PAGE_TOKENS, **cut)
+    # Few are wgmma's columns: 8 would cost what 16 do, and layout inference fails on them. Many are its rows.
+    padded = max(16, queries + -queries % 8) if few else queries + -queries % many_heads.BLOCK_HEADS
     # In two parts, which the caller has joined: XLA drops both the joining and this cutting.
-    q_parts = [jnp.pad(part, ((0, 0), (0, padded - heads), (0, 0))) for part in jnp.split(q_BHL, [rank], axis=2)]
+    q_parts = [jnp.pad(part, ((0, 0), (0, padded - queries), (0, 0))) for part in jnp.split(q_BQL, [rank], axis=2)]
     arrays = (*q_parts, latent_PKL, table_BM, length_B, split)
-    options = {"tuning": tuning, "interpret": interpret}
-    if few:
-        out_BHR, part_IHR, lse_IH = few_heads.partials(*arrays, heads=heads, scale=scale, **options)
-    else:
-        out_BHR, part_IHR, lse_IH = many_heads.partials(*arrays, scale=scale, **options)
-    return merge(out_BHR, part_IHR, lse_IH, split, **options)[:, :heads]
+    if few or tuning.turns:
+        decode = (few_halves if tuning.halves else few_heads).decode if few else many_turns.decode
+        options = {"queries": queries, "tokens": tokens, "scale": scale, "tuning": tuning, "interpret": interpret}
+        return decode(*arrays, **options)[:, :queries].reshape(shape)
+    if tokens > 1:
+        raise ValueError(f"mla_decode: {tokens} query tokens of {queries // tokens} heads need the tuning `turns`.")
+    out_BQR, part_IQR, lse_IQ = many_heads.partials(*arrays, scale=scale, tuning=tuning, interpret=interpret)
+    return merge(out_BQR, part_IQR, lse_IQ, split, tuning=tuning, interpret=interpret)[:, :queries].reshape(shape)

@@ -64,6 +64,20 @@ def test_arrays_that_do_not_belong_together() -> None:
         gqa_decode(q.astype(np.float16), k, v, table, tokens, scale=1.0, device=CPU)
     with pytest.raises(ValueError, match="must have 10 rows"):
         gqa_decode(q, k, v, table, tokens[:2], scale=1.0, device=CPU)
+    with pytest.raises(ValueError, match=r"must be \[B, N, G, E\] or \[B, S, N, G, E\]"):
+        gqa_decode(q[0], k, v, table, tokens, scale=1.0, device=CPU)
+    with pytest.raises(ValueError, match="q has 9 query tokens a row, must be 1 to 8"):
+        gqa_decode(np.stack([q] * 9, axis=1), k, v, table, tokens, scale=1.0, device=CPU)
+
+
+def test_query_tokens_are_those_of_calls_of_their_own() -> None:
+    """Token s of S gives what a call of one token gives at a length that ends with it."""
+    case = DecodeCase("several", (5, 64, 66, 130), kv_heads=2, group=2, head_dim=64, page_tokens=16, tokens=3)
+    inputs = make_inputs(case, seed=5)
+    out = run(case, inputs)
+    for token in range(3):
+        alone = inputs._replace(q=inputs.q[:, token], length_B=inputs.length_B - 2 + token)
+        check(out[:, token], run(case, alone), label=f"token {token}")
 
 
 def test_the_cache_is_not_copied() -> None:

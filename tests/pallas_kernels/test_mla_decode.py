@@ -58,6 +58,18 @@ def test_neighbours_do_not_change_a_row() -> None:
     assert np.array_equal(run(case, inputs)[0], run(case, alone)[0])
 
 
+def test_several_tokens_are_as_many_calls() -> None:
+    """Query token s sees what a call of its own would see, at its own length; one before the first gives zeros."""
+    case = DecodeCase("3 tokens", (1, 2, 3, 17, 40), **TINY, tokens=3)
+    inputs = make_inputs(case, seed=5)
+    together = run(case, inputs)
+    for token in range(3):
+        seen = np.maximum(inputs.length_B - 2 + token, 0)
+        alone = run(case, inputs._replace(q_BHL=inputs.q_BHL[:, token], length_B=seen))
+        check(together[:, token], alone)
+        assert not together[:, token][seen == 0].any()
+
+
 def test_arrays_that_do_not_belong_together() -> None:
     q, latent, table, tokens = make_inputs(CASES[0], seed=0)
     options = {"rank": 32, "scale": 1.0, "device": CPU}
@@ -67,6 +79,10 @@ def test_arrays_that_do_not_belong_together() -> None:
         mla_decode(q, latent, table, tokens, **options | {"rank": 41})
     with pytest.raises(ValueError, match="must be one"):
         mla_decode(q.astype(np.float16), latent, table, tokens, **options)
+    with pytest.raises(ValueError, match="must be .B, H, L. or .B, S, H, L."):
+        mla_decode(q[0], latent, table, tokens, **options)
+    with pytest.raises(ValueError, match="has 9 query tokens a row, must be 1 to 8"):
+        mla_decode(np.repeat(q[:, None], 9, axis=1), latent, table, tokens, **options)
     with pytest.raises(ValueError, match="must have 10 rows"):
         mla_decode(q, latent, table, tokens[:2], **options)
 

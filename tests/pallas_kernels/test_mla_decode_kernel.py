@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -18,8 +19,10 @@ from pallas_kernels.mla_decode import mosaic_gpu
 from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes
 from pallas_kernels.mla_decode.reference import dense
+from pallas_kernels.mla_decode.work_list import records
 from pallas_kernels.split import num_items, split_pages
 
+RECORDS = jax.jit(lambda length, split: records(length, split, page_tokens=64))
 H200 = Device("gpu", "9.0")
 SPLIT = jax.jit(split_pages, static_argnames=("kv_heads", "page_tokens", "parts"))
 FITS = MlaDecodeShapes(8, heads=16, latent_dim=576, rank=512, page_tokens=64, max_pages=8, dtype="bfloat16")
@@ -62,34 +65,95 @@ def test_the_split_covers_every_page_once(tokens: list[int], parts: int, min_pag
     assert set(used[:-1]) <= {max(counts)}  # all parts but the last are equally long
 
 
+@given(tokens=st.lists(st.integers(0, 700), min_size=5, max_size=5), parts=st.sampled_from([1, 4, 11]))
+def test_the_parts_of_a_row_know_each_other(tokens: list[int], parts: int) -> None:
+    """All parts of a row agree on where it begins, how many they are, and who merges: those that end in it."""
+    length = np.array(tokens, np.int32)
+    split = SPLIT(length, kv_heads=1, page_tokens=64, parts=parts, min_pages=1)
+    made = RECORDS(length, split)
+    parts_of: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for part, words in enumerate(np.asarray(made)):
+        first, last, first_page, first_end, last_end, first_length = map(int, words[:6])
+        for row in range(first, last + 1):
+            meeting = tuple(map(int, words[6:9] if row == first else words[9:12] if row == last else (1, part, 1)))
+            parts_of.setdefault(row, []).append((part, meeting))
+        if first <= last:
+            assert first_length == tokens[first]
+            assert (first_page, last_end) == (split.first_page_A[part], split.end_page_A[part])
+            assert first_end == (last_end if first == last else max(1, -(-first_length // 64)))
+    lasts = np.asarray(made)[:, 1]
+    for row, found in parts_of.items():
+        numbers = [part for part, _ in found]
+        mergers = sum(int(lasts[part]) == row for part in numbers)
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        if len(numbers) == 1:
+            assert {meeting[0] for _, meeting in found} == {1}
+        else:
+            assert {meeting for _, meeting in found} == {(len(numbers), numbers[0], mergers)}
+
+
 @pytest.mark.parametrize(
-    ("heads", "parts", "lengths"), [(16, 4, (0, 1, 130, 64, 300)), (20, 3, (65, 130)), (40, 2, (0, 1, 130, 64, 65))]
+    ("heads", "tokens", "halves", "parts", "lengths"),
+    [
+        (16, None, False, 4, (0, 1, 130, 64, 300)),
+        (20, None, False, 3, (65, 130)),
+        (4, 4, False, 3, (0, 1, 3, 66, 130)),
+        (3, 8, False, 2, (7, 8, 71, 200)),
+        (16, None, True, 4, (0, 1, 130, 64, 300)),
+        (4, 4, True, 3, (0, 1, 3, 66, 130)),
+        (40, None, False, 2, (0, 1, 130, 64, 65)),
+    ],
 )
-def test_b145_numbers_in_the_interpreter(heads: int, parts: int, lengths: tuple[int, ...]) -> None:
-    """Whole rows, split rows, empty rows, several rows of one page a part, NaN in stale rows."""
-    case = DecodeCase(f"{heads} heads", lengths, heads, page_tokens=64, dtype="bfloat16")
+def test_b145_numbers_in_the_interpreter(
+    heads: int, tokens: int | None, halves: bool, parts: int, lengths: tuple[int, ...]
+) -> None:
+    """Whole rows, split rows, empty rows, several rows of one page a part, NaN in stale rows, several query tokens."""
+    case = DecodeCase(f"{heads} heads", lengths, heads, page_tokens=64, dtype="bfloat16", tokens=tokens)
     inputs = make_inputs(case, seed=0)
+    tuning = mosaic_gpu.tuning_for(heads * (tokens or 1))
     out = mosaic_gpu.run(
         *map(jnp.asarray, inputs),
         rank=case.rank,
         scale=case.scale,
         device=H200,
-        tuning=replace(mosaic_gpu.tuning_for(heads), parts=parts, min_pages=1, merge_items=(1, 2)),
+        tuning=replace(tuning, parts=parts, min_pages=1, merge_items=(1, 2), halves=halves),
         interpret=plgpu.InterpretGPUParams(),
     )
     check(np.asarray(out), dense(*inputs, rank=case.rank, scale=case.scale), label=case.name)
     assert not np.asarray(out)[np.asarray(case.lengths) == 0].any()
 
 
-@pytest.mark.parametrize("heads", [1, 16, 20, 32, 64, 96, 128])
-def test_it_lowers_for_the_gpu(heads: int) -> None:
-    """Shapes, layouts and shared memory are checked by the lowering, which needs no GPU."""
-    q = jax.ShapeDtypeStruct((16, heads, 576), jnp.bfloat16)
+def lowered(queries: tuple[int, ...], **changes: bool) -> str:
+    """The module of one call, which checks shapes, layouts and shared memory, and needs no GPU."""
+    q = jax.ShapeDtypeStruct((16, *queries, 576), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((32, 64, 576), jnp.bfloat16)
     table, tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
-    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, rank=512, scale=0.1, device=H200))
-    text = call.trace(q, pool, table, tokens).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 2
+    tuning = replace(mosaic_gpu.tuning_for(math.prod(queries)), **changes)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, rank=512, scale=0.1, device=H200, tuning=tuning))
+    return call.trace(q, pool, table, tokens).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("queries", "halves", "fused"),
+    [
+        ((1,), False, False),
+        ((16,), False, True),
+        ((2, 10), False, False),
+        ((4, 8), False, True),
+        ((16,), True, False),
+        ((4, 8), True, True),
+    ],
+)
+def test_few_queries_lower_for_the_gpu(queries: tuple[int, ...], halves: bool, fused: bool) -> None:
+    """The merge is a kernel of its own, or none."""
+    assert lowered(queries, halves=halves, fused=fused).count("mosaic_gpu_v2") == 2 - fused
+
+
+@pytest.mark.parametrize("queries", [(64,), (96,), (128,)])
+def test_many_queries_lower_for_the_gpu(queries: tuple[int, ...]) -> None:
+    """The merge is a kernel of its own; of the second design, none."""
+    assert lowered(queries).count("mosaic_gpu_v2") == 2
+    assert lowered(queries, turns=True).count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(
@@ -99,6 +163,7 @@ def test_it_lowers_for_the_gpu(heads: int) -> None:
         ({"page_tokens": 16}, "page size is 16 tokens, must be 64"),
         ({"rank": 256}, "has 256 of 576 dimensions, must be 512 of 576"),
         ({"heads": 129}, "there are 129 heads, must be 128 at most"),
+        ({"tokens": 4}, "4 query tokens of 16 heads are more than 32"),
     ],
 )
 def test_what_it_does_not_fit(change: dict, reason: str) -> None:
