@@ -28,7 +28,6 @@ from pallas_kernels.device import Device, device_of
 # The ops that are measured, in this order; each has its modules `benchmark` and `check` in its folder. They are loaded
 # when asked for, so that one op can be measured while another does not import.
 OPS = (
-    "dense_gemm",
     "gqa_decode",
     "gqa_prefill",
     "grouped_gemm",
@@ -37,7 +36,6 @@ OPS = (
     "mla_decode",
     "mla_prefill",
     "moe_route",
-    "sampling",
 )
 RIVALS = Path(__file__).parent / "data" / "rivals_h200.json"
 
@@ -91,17 +89,18 @@ def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
 
 def case_ids(op: str) -> tuple[str, ...]:
     """The cases of an op's benchmark."""
-    return tuple(_part(op, "benchmark").CASE_IDS)
+    return tuple(part(op, "benchmark").CASE_IDS)
 
 
-def _part(op: str, module: str) -> ModuleType:
+def part(op: str, module: str) -> ModuleType:
+    """A module of an op's folder: `benchmark` or `check`."""
     return importlib.import_module(f"pallas_kernels.{op}.{module}")
 
 
 def _check(op: str, device: Device, parts: list[str]) -> int:
     """Number of correctness cases that are wrong, or differ between runs."""
     wrong = 0
-    check = _part(op, "check")
+    check = part(op, "check")
     for label, run in check.checks(device):
         if parts and not any(part in label for part in parts):
             continue
@@ -125,7 +124,7 @@ def _check(op: str, device: Device, parts: list[str]) -> int:
 def _case(case_id: str, device: Device, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """The record of a case, its first variant's figures on top, and the number of variants that failed."""
     try:
-        op = _part(case_id.split()[0], "benchmark")
+        op = part(case_id.split()[0], "benchmark")
         problem = op.build(case_id, device)
         expected = np.asarray(problem.reference(), np.float32)
         variants = _chosen(op.variants(problem, device, options.variants is not None), options.variants)

@@ -11,8 +11,9 @@ from flax import nnx
 from jaxserve.layers.linear import contract, parameter, project
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
-from jaxserve.layers.rope import RopeSpec, rotate
+from jaxserve.layers.rope import RopeSpec
 from jaxserve.mesh import Placement, total
+from pallas_kernels.kv_write.contract import QkNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,12 @@ class GqaAttention(nnx.Module):
         """x [T, D] -> ([T, D], the layer's cache with this step's keys and values)."""
         spec = self.spec
         qkv = project(x_TD, self.qkv[...])
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...]
-        turning = qkv[:, :, :-1]
+        bias = None if self.qkv_bias is None else self.qkv_bias[...]
+        norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            turning = jnp.concatenate((self.q_norm(turning[:, :, :-1]), self.k_norm(turning[:, :, -1:])), axis=2)
-        turned = rotate(spec.rope, turning, cos_sin)
-        cache = paged.write(cache, turned[:, :, -1], qkv[:, :, -1])
-        mixed = paged.attend(turned[:, :, :-1], cache, spec.scale)
+            norm = QkNorm(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
+        query, cache = paged.write(cache, qkv, cos_sin, rotary=spec.rope.rotary, bias_NSE=bias, norm=norm)
+        mixed = paged.attend(query, cache, spec.scale)
         out = total(contract(mixed, self.out[...], 3), self.axes)
         return out if self.out_bias is None else out + self.out_bias[...], cache
 

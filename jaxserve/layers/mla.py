@@ -18,7 +18,7 @@ from jax import lax
 from jaxserve.layers.linear import contract, parameter, project
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
-from jaxserve.layers.rope import RopeSpec, rotate
+from jaxserve.layers.rope import RopeSpec
 from jaxserve.mesh import Placement, total
 
 
@@ -80,15 +80,11 @@ class MlaAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """x [T, D] -> ([T, D], the layer's cache with this step's latents)."""
         spec = self.spec
-        low, latent, key = jnp.split(
-            project(x_TD, self.down[...]), [spec.q_rank or 0, (spec.q_rank or 0) + spec.rank], axis=1
-        )
-        q_THE = project(x_TD if self.q_norm is None else self.q_norm(low), self.q[...])
-        plain, turning = jnp.split(q_THE, [spec.nope_dim], axis=2)
-        turned = rotate(spec.rope, turning, cos_sin)
-        row_TL = jnp.concatenate((self.latent_norm(latent), rotate(spec.rope, key, cos_sin)), axis=1)
-        cache = paged.write_latent(cache, row_TL)
-        mixed_THV = self.attend(plain, turned, cache, paged)
+        down_TW = project(x_TD, self.down[...])
+        q_THE = project(x_TD if self.q_norm is None else self.q_norm(down_TW[:, : spec.q_rank]), self.q[...])
+        scale, rope = self.latent_norm.scale[...], {"rotary": spec.rope.rotary, "eps": spec.norm_eps}
+        turned, cache = paged.write_latent(cache, down_TW, scale, q_THE, cos_sin, **rope)
+        mixed_THV = self.attend(q_THE[:, :, : spec.nope_dim], turned, cache, paged)
         return total(contract(mixed_THV, self.out[...], 2), self.axes), cache
 
     def attend(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:

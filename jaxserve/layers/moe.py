@@ -17,7 +17,7 @@ from jaxserve.layers.mlp import GatedMlp
 from jaxserve.layers.paged import Paged
 from jaxserve.mesh import Placement, index, total
 from pallas_kernels.grouped_gemm.contract import down, gate_up
-from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route, sort_by_expert
+from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,8 @@ class MoeMlp(nnx.Module):
         device = paged.device
         logits_TX = contract(x_TD.astype(jnp.float32), self.router[...], 1)
         bias_X = None if self.router_bias is None else self.router_bias[...]
-        expert_TJ, weight_TJ = moe_route(logits_TX, bias_X, self.spec.rule, device=device)
-        expert_TJ = jnp.where(paged.live_T[:, None], expert_TJ, -1)
-        first = index(self.expert_axes) * self.local_experts
-        order = sort_by_expert(expert_TJ, first=first, count=self.local_experts)
-        h_AF = gate_up(x_TD, order.row_A, self.experts_gate_up[...], order.size_X, device=device)
-        weight_A = weight_TJ.reshape(-1)[order.assignment_A]
-        y_AD = down(h_AF, self.experts_down[...], order.size_X, weight_A, device=device)
-        return combine(y_AD, order.place_TJ, dtype=x_TD.dtype)
+        own = {"first": index(self.expert_axes) * self.local_experts, "count": self.local_experts}
+        routed = moe_route(logits_TX, bias_X, paged.live_T, self.spec.rule, **own, device=device)
+        h_AF = gate_up(x_TD, routed.row_A, self.experts_gate_up[...], routed.size_X, device=device)
+        y_AD = down(h_AF, self.experts_down[...], routed.size_X, routed.weight_A, device=device)
+        return combine(y_AD, routed.place_TJ, dtype=x_TD.dtype)

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import gqa_decode
 from pallas_kernels.gqa_prefill.contract import gqa_prefill
-from pallas_kernels.kv_write.contract import kv_write
+from pallas_kernels.kv_write.contract import QkNorm, kv_write
 from pallas_kernels.latent_write.contract import latent_write
 from pallas_kernels.mla_decode.contract import mla_decode
 from pallas_kernels.mla_prefill.contract import mla_prefill
+from pallas_kernels.rotary import Rotary
 
 Cache = tuple[jax.Array, ...]  # of one layer: keys and values, or the latents
+CosSin = tuple[jax.Array, jax.Array]  # of each packed row's position
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,24 @@ class Paged:
     length_B: jax.Array  # int32: their tokens in the cache, the new one included; 0 for the others
     chunks: Chunks | None = None  # None: a pure decode step
 
-    def write(self, cache: Cache, key_TNE: jax.Array, value_TNE: jax.Array) -> Cache:
-        """Put the new keys and values into their pages; rows of padding are dropped."""
-        return kv_write(*cache, key_TNE, value_TNE, self.page_T, self.offset_T, device=self.device)
+    def write(
+        self,
+        cache: Cache,
+        qkv_TNSE: jax.Array,
+        cos_sin: CosSin,
+        *,
+        rotary: Rotary,
+        bias_NSE: jax.Array | None,
+        norm: QkNorm | None,
+    ) -> tuple[jax.Array, Cache]:
+        """Finish projected rows and put their keys and values into their pages; rows of padding are dropped.
+
+        Returns the queries, [T, N, G, E], and the cache.
+        """
+        places = (*cos_sin, self.page_T, self.offset_T)
+        options = {"rotary": rotary, "bias_NSE": bias_NSE, "norm": norm, "device": self.device}
+        q_TNGE, *written = kv_write(*cache, qkv_TNSE, *places, **options)
+        return q_TNGE, tuple(written)
 
     def attend(self, query_TNGE: jax.Array, cache: Cache, scale: float) -> jax.Array:
         """Causal attention of every packed row over its sequence's pages: [T, N, G, E]."""
@@ -62,9 +79,25 @@ class Paged:
         is_decode = (self.length_B > 0)[:, None, None, None]
         return out.at[:rows].set(jnp.where(is_decode, decoded, out[:rows]))
 
-    def write_latent(self, cache: Cache, row_TL: jax.Array) -> Cache:
-        """Put the new latents into their pages; rows of padding are dropped."""
-        return (latent_write(*cache, row_TL, self.page_T, self.offset_T, device=self.device),)
+    def write_latent(
+        self,
+        cache: Cache,
+        down_TW: jax.Array,
+        scale_R: jax.Array,
+        query_THE: jax.Array,
+        cos_sin: CosSin,
+        *,
+        rotary: Rotary,
+        eps: float,
+    ) -> tuple[jax.Array, Cache]:
+        """Finish projected latents and put them into their pages; rows of padding are dropped.
+
+        Returns the part of the queries that turns, turned, [T, H, rotary dims], and the cache.
+        """
+        places = (*cos_sin, self.page_T, self.offset_T)
+        options = {"rotary": rotary, "eps": eps, "device": self.device}
+        turned_THE, written = latent_write(*cache, down_TW, scale_R, query_THE, *places, **options)
+        return turned_THE, (written,)
 
     def decode_latent(self, query_BHL: jax.Array, cache: Cache, rank: int, scale: float) -> jax.Array:
         """Attention of the decode rows over the latents, whose first `rank` dimensions are the values: [B, H, rank]."""

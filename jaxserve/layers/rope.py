@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies from a RopeSpec, angles once a step, applied to queries and keys of a layer.
+"""Rotary position embedding: frequencies from a RopeSpec, and their angles once a step.
 
 Scaling types follow transformers' `modeling_rope_utils` (5.17), which is what checkpoints are trained and tested with.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: round the corrected range to whole dimensions
     attention_factor: float = 1.0  # multiplies cos and sin (yarn's mscale)
+
+    @property
+    def rotary(self) -> Rotary:
+        """What the kernels need of it."""
+        return Rotary(self.rotary_dims, self.interleaved)
 
 
 def inverse_frequencies(spec: RopeSpec) -> np.ndarray:
@@ -71,17 +78,3 @@ def angles(spec: RopeSpec, position_T: jax.Array) -> tuple[jax.Array, jax.Array]
     """cos and sin of the positions, float32 [T, rotary_dims / 2] each; made once a step, used by every layer."""
     theta = position_T.astype(jnp.float32)[:, None] * inverse_frequencies(spec)
     return jnp.cos(theta) * spec.attention_factor, jnp.sin(theta) * spec.attention_factor
-
-
-def rotate(spec: RopeSpec, x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [T, ..., E] by the angles of its row; computed in float32, returned in x's dtype."""
-    shape = (x.shape[0],) + (1,) * (x.ndim - 2) + (-1,)
-    cos, sin = (part.reshape(shape) for part in cos_sin)
-    turning, rest = x[..., : spec.rotary_dims].astype(jnp.float32), x[..., spec.rotary_dims :]
-    if spec.interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(turning.shape)
-    else:
-        a, b = jnp.split(turning, 2, axis=-1)
-        turned = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-    return jnp.concatenate((turned.astype(x.dtype), rest), axis=-1)

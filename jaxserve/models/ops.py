@@ -47,7 +47,17 @@ def gqa_ops(spec: GqaSpec, placement: Placement, sizes: StepSizes) -> dict[str, 
     return {
         "gqa_decode": GqaDecodeShapes(sizes.rows, *heads, *pages),
         "gqa_prefill": GqaPrefillShapes(sizes.tokens, sizes.chunks, *heads, *pages),
-        "kv_write": KvWriteShapes(sizes.tokens, kv_heads, spec.head_dim, sizes.page_tokens, sizes.dtype),
+        "kv_write": KvWriteShapes(
+            rows=sizes.tokens,
+            kv_heads=kv_heads,
+            group=spec.group,
+            head_dim=spec.head_dim,
+            page_tokens=sizes.page_tokens,
+            rotary=spec.rope.rotary,
+            bias=spec.qkv_bias,
+            norm=spec.qk_norm_eps is not None,
+            dtype=sizes.dtype,
+        ),
     }
 
 
@@ -59,7 +69,16 @@ def mla_ops(spec: MlaSpec, placement: Placement, sizes: StepSizes) -> dict[str, 
     return {
         "mla_decode": MlaDecodeShapes(sizes.rows, heads, spec.cached_dim, spec.rank, *pages),
         "mla_prefill": MlaPrefillShapes(sizes.tokens, sizes.chunks, heads, *parts, *pages),
-        "latent_write": LatentWriteShapes(sizes.tokens, spec.cached_dim, sizes.page_tokens, sizes.dtype),
+        "latent_write": LatentWriteShapes(
+            rows=sizes.tokens,
+            heads=heads,
+            head_dim=spec.head_dim,
+            width=(spec.q_rank or 0) + spec.cached_dim,
+            rank=spec.rank,
+            page_tokens=sizes.page_tokens,
+            rotary=spec.rope.rotary,
+            dtype=sizes.dtype,
+        ),
     }
 
 
@@ -69,6 +88,6 @@ def moe_ops(spec: MoeSpec, hidden: int, placement: Placement, sizes: StepSizes) 
     width = spec.width // placement.size(placement.axes("expert_mlp", spec.width))
     rows = sizes.tokens * spec.rule.top_k
     return {
-        "moe_route": MoeRouteShapes(sizes.tokens, spec.num_experts, spec.rule, spec.bias),
+        "moe_route": MoeRouteShapes(sizes.tokens, spec.num_experts, experts, spec.rule, spec.bias),
         "grouped_gemm": GroupedGemmShapes(rows, experts, 2, hidden, width, sizes.dtype),
     }

@@ -1,4 +1,4 @@
-"""kv_write as one XLA scatter a pool, which is in place on donated pools; fits every shape and device."""
+"""kv_write in plain XLA: a fusion for queries and keys, one scatter a pool, in place on donated pools; fits always."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.device import Device
 from pallas_kernels.kv_write.contract import KvWriteShapes
+from pallas_kernels.rotary import Rotary, normed, rotate
 
 
 def why_not(shapes: KvWriteShapes, device: Device) -> str | None:
@@ -16,16 +17,27 @@ def why_not(shapes: KvWriteShapes, device: Device) -> str | None:
 def run(
     k_PNKE: jax.Array,
     v_PNKE: jax.Array,
-    new_k_TNE: jax.Array,
-    new_v_TNE: jax.Array,
+    qkv_TNSE: jax.Array,
+    cos_TC: jax.Array,
+    sin_TC: jax.Array,
     page_T: jax.Array,
     offset_T: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    bias_NSE: jax.Array | None,
+    scales_2E: tuple[jax.Array, ...],
+    rotary: Rotary,
+    eps: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the contract."""
+    if bias_NSE is not None:
+        qkv_TNSE = qkv_TNSE + bias_NSE
+    q, k, v = qkv_TNSE[:, :, :-2], qkv_TNSE[:, :, -2], qkv_TNSE[:, :, -1]
+    if eps is not None:
+        q, k = normed(q, scales_2E[0], eps), normed(k, scales_2E[1], eps)
+    q, k = rotate(rotary, q, cos_TC, sin_TC), rotate(rotary, k, cos_TC, sin_TC)
 
     def write(pool_PNKE: jax.Array, rows_TNE: jax.Array) -> jax.Array:
         # Without wrap_negative_indices=False, page -1 would overwrite the last page in place of being dropped.
-        place = pool_PNKE.at[page_T, :, offset_T]
-        return place.set(rows_TNE.astype(pool_PNKE.dtype), mode="drop", wrap_negative_indices=False)
+        return pool_PNKE.at[page_T, :, offset_T].set(rows_TNE, mode="drop", wrap_negative_indices=False)
 
-    return write(k_PNKE, new_k_TNE), write(v_PNKE, new_v_TNE)
+    return q, write(k_PNKE, k), write(v_PNKE, v)

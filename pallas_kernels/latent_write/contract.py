@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import registry
 from pallas_kernels.device import Device
+from pallas_kernels.rotary import Rotary
 
 OP = "latent_write"
 
@@ -21,42 +23,81 @@ class LatentWriteShapes:
     """Static sizes of one call."""
 
     rows: int  # T
-    latent_dim: int  # L
+    heads: int  # H
+    head_dim: int  # E, of a query
+    width: int  # W, of the projected rows
+    rank: int  # of the latent
     page_tokens: int  # K
+    rotary: Rotary
     dtype: str
 
 
 def latent_write(
     latent_PKL: jax.Array,
-    new_TL: jax.Array,
+    down_TW: jax.Array,
+    scale_R: jax.Array,
+    q_THE: jax.Array,
+    cos_TC: jax.Array,
+    sin_TC: jax.Array,
     page_T: jax.Array,
     offset_T: jax.Array,
     *,
+    rotary: Rotary,
+    eps: float,
     device: Device,
     implementation: str = registry.AUTO,
-) -> jax.Array:
-    """Row t of the new latents goes to token `offset_T[t]` of page `page_T[t]`.
+) -> tuple[jax.Array, jax.Array]:
+    """Norms a row's latent, turns its key, writes both to token `offset_T[t]` of page `page_T[t]`; turns queries too.
 
-    Donate the pool and read only what this returns: then the write is in place. A row whose page is the number of
-    pages P (or any other page outside the pool, -1 too) is dropped. No two rows of a call may name the same place.
+    Donate the pool and read only what this returns: then the write is in place. No two rows may name the same place.
 
     Args:
       latent_PKL: the pool.
-      new_TL: the rows, cast to the pool's dtype.
-      page_T, offset_T: int32.
+      down_TW: projected rows in the pool's dtype; their last L columns are the latent and the key before that.
+      scale_R: of the latent's norm, in the rows' dtype; R, its size, is the latent's.
+      q_THE: queries in the rows' dtype; the last rotary.dims of a head's dimensions turn.
+      cos_TC, sin_TC: fp32, of each row's position; C = rotary.dims / 2.
+      page_T, offset_T: int32; a row whose page is the number of pages P (or any other page outside the pool, -1 too)
+        is not written, only its queries are returned.
+      rotary: how the L - R dimensions of the key pair, all of which turn. eps: of the norm.
       device, implementation: see registry.select.
 
     Returns:
-      The pool with the rows written.
+      The turned part of the queries, [T, H, rotary.dims], in their dtype, and the pool.
 
     Raises:
-      ValueError: shapes do not belong together. KernelChoiceError: the implementation does not fit.
+      ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
     _, page_tokens, latent_dim = latent_PKL.shape
-    rows = new_TL.shape[0]
-    if new_TL.shape != (rows, latent_dim):
-        raise ValueError(f"{OP}: new is {new_TL.shape}, must be {(rows, latent_dim)} for this pool.")
+    rows, width = down_TW.shape
+    heads, head_dim = q_THE.shape[1:]
+    rank = scale_R.shape[0]
+    if not latent_PKL.dtype == down_TW.dtype == q_THE.dtype:
+        raise ValueError(
+            f"{OP}: pool {latent_PKL.dtype}, rows {down_TW.dtype} and queries {q_THE.dtype} must have one dtype."
+        )
+    if rotary.dims != latent_dim - rank:
+        raise ValueError(f"{OP}: {rotary.dims} dimensions turn, must be the pool's {latent_dim} less {rank}.")
+    rotary.check(OP, head_dim)
+    if width < latent_dim or q_THE.shape[0] != rows:
+        raise ValueError(f"{OP}: rows are {down_TW.shape}, must be [{q_THE.shape[0]}, {latent_dim} or more].")
+    for name, array in (("cos", cos_TC), ("sin", sin_TC)):
+        if array.shape != (rows, rotary.dims // 2) or array.dtype != jnp.float32:
+            raise ValueError(
+                f"{OP}: {name} is {array.dtype} {array.shape}, must be float32 {(rows, rotary.dims // 2)}."
+            )
     if page_T.shape != (rows,) or offset_T.shape != (rows,):
         raise ValueError(f"{OP}: page {page_T.shape} and offset {offset_T.shape} must be {(rows,)}.")
-    shapes = LatentWriteShapes(rows, latent_dim, page_tokens, str(latent_PKL.dtype))
-    return registry.select(OP, shapes, device, implementation).run(latent_PKL, new_TL, page_T, offset_T)
+    shapes = LatentWriteShapes(
+        rows=rows,
+        heads=heads,
+        head_dim=head_dim,
+        width=width,
+        rank=rank,
+        page_tokens=page_tokens,
+        rotary=rotary,
+        dtype=str(latent_PKL.dtype),
+    )
+    chosen = registry.select(OP, shapes, device, implementation)
+    arrays = (latent_PKL, down_TW, scale_R, q_THE, cos_TC, sin_TC, page_T, offset_T)
+    return chosen.run(*arrays, rotary=rotary, eps=eps)

@@ -70,52 +70,9 @@ class RouteRule:
         """Whether groups leave any expert out."""
         return self.kept_groups < self.num_groups
 
-
-@dataclass(frozen=True, slots=True)
-class MoeRouteShapes:
-    """Static sizes of one call."""
-
-    tokens: int  # T
-    experts: int  # X
-    rule: RouteRule
-    bias: bool
-
-
-def moe_route(
-    logits_TX: jax.Array,
-    bias_X: jax.Array | None,
-    rule: RouteRule,
-    *,
-    device: Device,
-    implementation: str = registry.AUTO,
-) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token and their weights in its sum.
-
-    score = scoring(logits); choice = score + bias; the top_k best choices win, of equal ones that of the lowest index.
-    The weights are scores, the bias is in none of them, and none is recovered by subtracting it: a score of 1e-8 beside
-    a bias of 12 would be lost. Experts of groups that are left out have choice minus infinity, not 0, which a negative
-    choice would lose to. Renormalised weights are divided by (sum + 1e-20), as transformers does.
-
-    Args:
-      logits_TX: fp32.
-      bias_X: fp32 [X], or None: the correction bias (`e_score_correction_bias`).
-      rule: of choosing.
-      device, implementation: see registry.select.
-
-    Returns:
-      expert_TJ: int32, the best choice first. weight_TJ: fp32.
-
-    Raises:
-      ValueError: shapes, dtypes and rule do not belong together. KernelChoiceError: the implementation does not fit.
-    """
-    tokens, experts = logits_TX.shape
-    if logits_TX.dtype != jnp.float32:
-        raise ValueError(f"{OP}: logits are {logits_TX.dtype}, must be float32: close scores tie in less.")
-    if bias_X is not None and (bias_X.shape != (experts,) or bias_X.dtype != jnp.float32):
-        raise ValueError(f"{OP}: bias is {bias_X.dtype} {bias_X.shape}, must be float32 {(experts,)}.")
-    rule.check_experts(experts)
-    shapes = MoeRouteShapes(tokens, experts, rule, bias_X is not None)
-    return registry.select(OP, shapes, device, implementation).run(logits_TX, bias_X=bias_X, rule=rule)
+    def by_logit(self, bias: bool) -> bool:
+        """Whether experts are chosen by their logits: of softmax, as nothing is added to scores."""
+        return self.scoring == "softmax" and not bias and not (self.grouped and self.group_score == "top2")
 
 
 class Order(NamedTuple):
@@ -145,6 +102,75 @@ def sort_by_expert(expert_TJ: jax.Array, *, first: jax.Array | int, count: int) 
         raise ValueError(f"sort_by_expert: count is {count}, must be 1 or more.")
     assignment_A, place_TJ, size_X = order.sort(expert_TJ, first, count)
     return Order(assignment_A // expert_TJ.shape[1], place_TJ, size_X, assignment_A)
+
+
+class Routed(NamedTuple):
+    """What the products of the experts need; int32 but for weight_A, which is fp32.
+
+    row_A, weight_A: the token of each sorted assignment of this device's experts, and its weight; past sum(size) any
+    token and any finite weight. place_TJ, size_X: as in Order.
+    """
+
+    row_A: jax.Array
+    weight_A: jax.Array
+    place_TJ: jax.Array
+    size_X: jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRouteShapes:
+    """Static sizes of one call."""
+
+    tokens: int  # T
+    experts: int  # of all devices
+    count: int  # X, of this device
+    rule: RouteRule
+    bias: bool
+
+
+def moe_route(
+    logits_TX: jax.Array,
+    bias_X: jax.Array | None,
+    live_T: jax.Array,
+    rule: RouteRule,
+    *,
+    first: jax.Array | int = 0,
+    count: int,
+    device: Device,
+    implementation: str = registry.AUTO,
+) -> Routed:
+    """The experts of each live token and their weights in its sum, sorted by expert.
+
+    score = scoring(logits); choice = score + bias; the top_k best choices win, of equal ones that of the lowest index.
+    Where the logits have the order of the choices (RouteRule.by_logit) they are compared: rounded scores tie.
+    The weights are scores, the bias is in none of them, and none is recovered by subtracting it: a score of 1e-8 beside
+    a bias of 12 would be lost. Experts of groups that are left out have choice minus infinity, not 0, which a negative
+    choice would lose to. Renormalised weights are divided by (sum + 1e-20), as transformers does.
+
+    Args:
+      logits_TX: fp32; X are the experts of all devices.
+      bias_X: fp32 [X], or None: the correction bias (`e_score_correction_bias`).
+      rule: of choosing.
+      live_T: bool; the others go to no expert.
+      first, count: this device's experts, see sort_by_expert.
+      device, implementation: see registry.select.
+
+    Raises:
+      ValueError: shapes, dtypes and rule do not belong together. KernelChoiceError: the implementation does not fit.
+    """
+    tokens, experts = logits_TX.shape
+    if logits_TX.dtype != jnp.float32:
+        raise ValueError(f"{OP}: logits are {logits_TX.dtype}, must be float32: close scores tie in less.")
+    if bias_X is not None and (bias_X.shape != (experts,) or bias_X.dtype != jnp.float32):
+        raise ValueError(f"{OP}: bias is {bias_X.dtype} {bias_X.shape}, must be float32 {(experts,)}.")
+    if live_T.shape != (tokens,) or live_T.dtype != jnp.bool_:
+        raise ValueError(f"{OP}: live is {live_T.dtype} {live_T.shape}, must be bool {(tokens,)}.")
+    if not 1 <= count <= experts:
+        raise ValueError(f"{OP}: count is {count}, must be from 1 to the {experts} experts.")
+    rule.check_experts(experts)
+    shapes = MoeRouteShapes(tokens, experts, count, rule, bias_X is not None)
+    chosen = registry.select(OP, shapes, device, implementation)
+    return chosen.run(logits_TX, live_T, first=first, bias_X=bias_X, rule=rule, count=count)
 
 
 def combine(y_AD: jax.Array, place_TJ: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:

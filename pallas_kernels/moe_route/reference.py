@@ -20,7 +20,9 @@ def _one(logits_X: np.ndarray, bias_X: np.ndarray | None, rule: RouteRule) -> tu
         score_X /= score_X.sum()
     else:
         score_X = 1 / (1 + np.exp(-logits_X))
-    choice_X = score_X if bias_X is None else score_X + bias_X
+    choice_X = np.copy(logits_X if rule.by_logit(bias_X is not None) else score_X)
+    if bias_X is not None:
+        choice_X += bias_X
     groups = np.split(choice_X, rule.num_groups)
     best_G = [np.sort(group)[::-1][: 2 if rule.group_score == "top2" else 1].sum() for group in groups]
     kept = _highest(np.array(best_G), rule.kept_groups)

@@ -1,4 +1,4 @@
-"""moe_route in plain XLA; fits every shape and device."""
+"""moe_route in plain XLA, step by step; fits every shape and device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import Device
-from pallas_kernels.moe_route.contract import GROUP_SCORES, MoeRouteShapes, RouteRule
+from pallas_kernels.moe_route.contract import GROUP_SCORES, MoeRouteShapes, Routed, RouteRule, sort_by_expert
 
 
 def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
@@ -15,10 +15,27 @@ def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
     return None
 
 
-def run(logits_TX: jax.Array, *, bias_X: jax.Array | None, rule: RouteRule) -> tuple[jax.Array, jax.Array]:
+def run(
+    logits_TX: jax.Array,
+    live_T: jax.Array,
+    *,
+    first: jax.Array | int,
+    bias_X: jax.Array | None,
+    rule: RouteRule,
+    count: int,
+) -> Routed:
     """See the contract."""
+    expert_TJ, weight_TJ = choose(logits_TX, bias_X, rule)
+    order = sort_by_expert(jnp.where(live_T[:, None], expert_TJ, -1), first=first, count=count)
+    # Sorted by a gather: a scatter needs a launch more, to zero its target.
+    return Routed(order.row_A, weight_TJ.reshape(-1)[order.assignment_A], order.place_TJ, order.size_X)
+
+
+def choose(logits_TX: jax.Array, bias_X: jax.Array | None, rule: RouteRule) -> tuple[jax.Array, jax.Array]:
+    """Experts, int32, the best choice first, and their weights, fp32: [T, J] each."""
     score_TX = jax.nn.softmax(logits_TX, axis=1) if rule.scoring == "softmax" else jax.nn.sigmoid(logits_TX)
-    choice_TX = score_TX if bias_X is None else score_TX + bias_X
+    choice_TX = logits_TX if rule.by_logit(bias_X is not None) else score_TX
+    choice_TX = choice_TX if bias_X is None else choice_TX + bias_X
     if rule.grouped:
         choice_TX = _best_groups(choice_TX, rule)
     expert_TJ = lax.top_k(choice_TX, rule.top_k)[1]

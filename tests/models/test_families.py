@@ -9,8 +9,9 @@ import pytest
 from jaxserve.errors import ModelError
 from jaxserve.layers.gqa import GqaSpec
 from jaxserve.layers.mla import MlaSpec
-from jaxserve.layers.rope import RopeSpec, angles, rotate
+from jaxserve.layers.rope import RopeSpec, angles
 from jaxserve.models.families import model_spec
+from pallas_kernels.rotary import rotate
 from tests.checkpoints import published
 
 
@@ -56,14 +57,14 @@ def test_b080_half_of_a_glm_head_rotates(position: int) -> None:
         kept = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
         rope = gqa(kept).rope
         assert rope == gqa(config).rope and (rope.rotary_dims, rope.interleaved) == (64, interleaved)
-        turned = np.asarray(rotate(rope, jnp.asarray(x), angles(rope, jnp.array([position]))))[0]
+        turned = np.asarray(rotate(rope.rotary, jnp.asarray(x), *angles(rope, jnp.array([position]))))[0]
         pairs = turned[:64].reshape(32, 2).T if interleaved else turned[:64].reshape(2, 32)
         before = x[0, :64].reshape(32, 2).T if interleaved else x[0, :64].reshape(2, 32)
         turn = np.exp(1j * position * rope.theta ** (-np.arange(32) / 32))
         assert np.allclose(pairs[0] + 1j * pairs[1], (before[0] + 1j * before[1]) * turn, atol=1e-4)
         assert np.array_equal(turned[64:], x[0, 64:])
         wrong = RopeSpec(rope.theta, 64, interleaved=not interleaved)
-        other = np.asarray(rotate(wrong, jnp.asarray(x), angles(wrong, jnp.array([position]))))[0]
+        other = np.asarray(rotate(wrong.rotary, jnp.asarray(x), *angles(wrong, jnp.array([position]))))[0]
         assert np.allclose(other, turned) == (position == 0)
 
 

@@ -11,10 +11,12 @@ from pallas_kernels import registry
 from pallas_kernels.device import Device, device_of
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
 from pallas_kernels.kv_write.contract import KvWriteShapes
+from pallas_kernels.rotary import Rotary
 
 CPU, H200 = Device("cpu"), Device("gpu", "9.0")
 SHAPES = GqaDecodeShapes(rows=8, kv_heads=2, group=16, head_dim=128, page_tokens=64, max_pages=8, dtype="bfloat16")
-WRITE = KvWriteShapes(rows=8, kv_heads=2, head_dim=128, page_tokens=64, dtype="bfloat16")
+_WRITE = {"rows": 8, "kv_heads": 2, "group": 16, "head_dim": 128, "page_tokens": 64, "rotary": Rotary(64)}
+WRITE = KvWriteShapes(**_WRITE, bias=False, norm=False, dtype="bfloat16")
 
 
 def test_every_entry_loads_and_has_both_functions() -> None:
