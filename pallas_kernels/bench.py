@@ -8,12 +8,15 @@ correctness cases first, several times each: an error that moves between runs is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import importlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,8 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", nargs="*", metavar="PART", help="run the correctness cases first: all, or whose labels hold PART"
     )
+    parser.add_argument("--lock", type=Path, help="a file held while the GPU is used: several benches compile at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     options = parser.parse_args(arguments)
+    held = _Lock(options.lock)
     device = device_of(jax.devices()[0])
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "commit": _commit()}
     about["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -66,19 +71,45 @@ def main(arguments: list[str] | None = None) -> int:
     failures = 0
     ops, cases = _wanted(options.what)
     if options.check is not None:
-        failures += sum(_check(op, device, options.check) for op in ops)
+        failures += sum(_check(op, device, options.check, held) for op in ops)
     records: dict[str, Any] = {}
     for case_id in cases:
         if time.monotonic() > deadline:
             print(f"{case_id}: left out, {options.seconds:.0f} s are over")
             continue
-        record, failed = _case(case_id, device, options)
+        record, failed = _case(case_id, device, options, held)
         failures += failed
         if record:
             records[case_id] = record | about
         if options.json:
             options.json.write_text(json.dumps(records, indent=1) + "\n")
     return 1 if failures else 0
+
+
+class _Lock:
+    """A file that benches on one GPU agree on: whoever times holds it alone, whoever only computes shares it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a") if path else None
+
+    @contextlib.contextmanager
+    def _held(self, kind: int) -> Iterator[None]:
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, kind)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """No other bench uses the GPU meanwhile."""
+        return self._held(fcntl.LOCK_EX)
+
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """No other bench times meanwhile."""
+        return self._held(fcntl.LOCK_SH)
 
 
 def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
@@ -91,22 +122,25 @@ def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
 
 def case_ids(op: str) -> tuple[str, ...]:
     """The cases of an op's benchmark."""
-    return tuple(_part(op, "benchmark").CASE_IDS)
+    return tuple(part(op, "benchmark").CASE_IDS)
 
 
-def _part(op: str, module: str) -> ModuleType:
+def part(op: str, module: str) -> ModuleType:
+    """A module of an op's folder: `benchmark` or `check`."""
     return importlib.import_module(f"pallas_kernels.{op}.{module}")
 
 
-def _check(op: str, device: Device, parts: list[str]) -> int:
+def _check(op: str, device: Device, parts: list[str], held: _Lock) -> int:
     """Number of correctness cases that are wrong, or differ between runs."""
     wrong = 0
-    check = _part(op, "check")
+    check = part(op, "check")
     for label, run in check.checks(device):
         if parts and not any(part in label for part in parts):
             continue
         try:
-            results = [run() for _ in range(5)]
+            results = [run()]  # compiles: nothing is held
+            with held.shared():
+                results += [run() for _ in range(4)]
             moves = any(not np.array_equal(results[0][0], other, equal_nan=True) for other, _ in results[1:])
             found = difference(*results[0])
             good = check.passes(found) and not moves
@@ -122,10 +156,10 @@ def _check(op: str, device: Device, parts: list[str]) -> int:
     return wrong
 
 
-def _case(case_id: str, device: Device, options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+def _case(case_id: str, device: Device, options: argparse.Namespace, held: _Lock) -> tuple[dict[str, Any], int]:
     """The record of a case, its first variant's figures on top, and the number of variants that failed."""
     try:
-        op = _part(case_id.split()[0], "benchmark")
+        op = part(case_id.split()[0], "benchmark")
         problem = op.build(case_id, device)
         expected = np.asarray(problem.reference(), np.float32)
         variants = _chosen(op.variants(problem, device, options.variants is not None), options.variants)
@@ -138,13 +172,14 @@ def _case(case_id: str, device: Device, options: argparse.Namespace) -> tuple[di
     for name, step in variants.items():
         try:
             chain = timing.chain(step, problem, graphs=not options.no_graphs, loops=options.loops)
-            figures = _measure(chain, problem, expected)
+            with held.alone():
+                figures = _measure(chain, problem, expected)
+                if options.profile and name == next(iter(variants)):
+                    figures["kernels_us"] = _profile(chain)
         except Exception as error:
             failed += 1
             print(f"{case_id:32s} {name:32s} FAILED {_brief(error)}", flush=True)
             continue
-        if options.profile and name == next(iter(variants)):
-            figures["kernels_us"] = _profile(chain)
         print(_line(case_id, name, figures, rival), flush=True)
         record = record or figures | {"variant": name, "rival_us": rival.get("us"), "rival": rival.get("name")}
         record.setdefault("variants", {})[name] = figures["us"]

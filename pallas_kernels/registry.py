@@ -39,20 +39,20 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xla", "pallas_kernels.grouped_gemm.xla"),
         ),
         "kv_write": (
-            ("mosaic_gpu", "pallas_kernels.kv_write.mosaic_gpu"),
             ("xla", "pallas_kernels.kv_write.xla"),
+            ("mosaic_gpu", "pallas_kernels.kv_write.mosaic_gpu"),
         ),
         "latent_write": (
-            ("mosaic_gpu", "pallas_kernels.latent_write.mosaic_gpu"),
             ("xla", "pallas_kernels.latent_write.xla"),
+            ("mosaic_gpu", "pallas_kernels.latent_write.mosaic_gpu"),
         ),
         "mla_decode": (
             ("mosaic_gpu", "pallas_kernels.mla_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.mla_decode.xla"),
         ),
         "mla_prefill": (
-            ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
             ("xla", "pallas_kernels.mla_prefill.xla"),
+            ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
         ),
         "moe_route": (
             ("mosaic_gpu", "pallas_kernels.moe_route.mosaic_gpu"),

@@ -243,15 +243,15 @@ def _choice(m: Any, r: Any, token: Any, active: Any, sizes: Sizes) -> tuple[Any,
     return m.where(mine, local, 0), mine, weight
 
 
-def _starts(m: Any, r: Any, size: Any, threads: int) -> tuple[Any, Any]:
-    """Rows of all lower experts than a thread's, and of all experts. size: of the thread's expert."""
-    up_to = simt.running_total(m, size)
+def _starts(m: Any, r: Any, rows: Any, threads: int) -> tuple[Any, Any]:
+    """Rows of all lower experts than a thread's, and of all experts. rows: of the thread's expert."""
+    up_to = simt.running_total(m, rows)
     m.store(r.sums, m.warp, up_to, where=m.lane == 31)
     m.sync()
     is_warp = m.lane < threads // 32
     [sums] = m.load(r.sums, m.where(is_warp, m.lane, 0))
     sums = m.where(is_warp, sums, 0)
-    return m.total(m.where(m.lane < m.warp, sums, 0)) + up_to - size, m.total(sums)
+    return m.total(m.where(m.lane < m.warp, sums, 0)) + up_to - rows, m.total(sums)
 
 
 def _store(m: Any, r: Any, token: Any, listed: Any, mine: Any, place: Any, weight: Any, J: int, A: int) -> None:

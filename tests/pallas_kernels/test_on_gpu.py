@@ -6,17 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.bench import CHECKS
+from pallas_kernels.bench import OPS, part
 from pallas_kernels.compare import difference
 from pallas_kernels.device import device_of
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", CHECKS)
+@pytest.mark.parametrize("op", OPS)
 def test_numbers_and_races(op: str) -> None:
-    device = device_of(jax.devices()[0])
-    for label, run in CHECKS[op].checks(device):
+    device, check = device_of(jax.devices()[0]), part(op, "check")
+    for label, run in check.checks(device):
         (first, expected), *others = [run() for _ in range(5)]
         found = difference(first, expected)
-        assert CHECKS[op].passes(found), f"{label}: {found}"
+        assert check.passes(found), f"{label}: {found}"
         assert all(np.array_equal(first, other) for other, _ in others), f"{label} moves between runs"
