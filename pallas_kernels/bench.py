@@ -160,8 +160,9 @@ def _case(case_id: str, device: Device, options: argparse.Namespace, held: _Lock
     """The record of a case, its first variant's figures on top, and the number of variants that failed."""
     try:
         op = part(case_id.split()[0], "benchmark")
-        problem = op.build(case_id, device)
-        expected = np.asarray(problem.reference(), np.float32)
+        with held.shared():
+            problem = op.build(case_id, device)
+            expected = np.asarray(problem.reference(), np.float32)
         variants = _chosen(op.variants(problem, device, options.variants is not None), options.variants)
     except Exception as error:
         print(f"{case_id}: {_brief(error)}", flush=True)

@@ -39,28 +39,28 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xla", "pallas_kernels.grouped_gemm.xla"),
         ),
         "kv_write": (
-            ("xla", "pallas_kernels.kv_write.xla"),
             ("mosaic_gpu", "pallas_kernels.kv_write.mosaic_gpu"),
+            ("xla", "pallas_kernels.kv_write.xla"),
         ),
         "latent_write": (
-            ("xla", "pallas_kernels.latent_write.xla"),
             ("mosaic_gpu", "pallas_kernels.latent_write.mosaic_gpu"),
+            ("xla", "pallas_kernels.latent_write.xla"),
         ),
         "mla_decode": (
             ("mosaic_gpu", "pallas_kernels.mla_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.mla_decode.xla"),
         ),
         "mla_prefill": (
-            ("xla", "pallas_kernels.mla_prefill.xla"),
             ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
+            ("xla", "pallas_kernels.mla_prefill.xla"),
         ),
         "moe_route": (
             ("mosaic_gpu", "pallas_kernels.moe_route.mosaic_gpu"),
             ("xla", "pallas_kernels.moe_route.xla"),
         ),
         "sampling": (
-            ("xla", "pallas_kernels.sampling.xla"),
             ("mosaic_gpu", "pallas_kernels.sampling.mosaic_gpu"),
+            ("xla", "pallas_kernels.sampling.xla"),
         ),
     }
 )

@@ -17,6 +17,7 @@ from pallas_kernels.latent_write.contract import LatentWriteShapes
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes
 from pallas_kernels.mla_prefill.contract import MlaPrefillShapes
 from pallas_kernels.moe_route.contract import MoeRouteShapes
+from pallas_kernels.sampling.contract import SamplingShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,11 @@ def op_shapes(spec: ModelSpec, placement: Placement, sizes: StepSizes) -> dict[s
     found = gqa_ops(attention, placement, sizes) if isinstance(attention, GqaSpec) else {}
     if isinstance(attention, MlaSpec):
         found = mla_ops(attention, placement, sizes)
-    return found | (moe_ops(spec.moe, spec.hidden_size, placement, sizes) if spec.moe else {})
+    if spec.moe:
+        found |= moe_ops(spec.moe, spec.hidden_size, placement, sizes)
+    if not placement.axes("vocab", spec.vocab_size):  # where it is cut, the runtime draws by itself
+        found["sampling"] = SamplingShapes(sizes.rows, spec.vocab_size, logits=True)
+    return found
 
 
 def gqa_ops(spec: GqaSpec, placement: Placement, sizes: StepSizes) -> dict[str, object]:

@@ -2,9 +2,8 @@
 
 Parts that no row of the step needs are skipped at run time by the step's flags (`lax.cond`), so that one program a
 bucket serves whatever the requests ask for. On a GPU the host waits for the device at each such branch that XLA cannot
-put into a command buffer; `sample_plain` has none of them, for the steps that need nothing but a draw. Thresholds of
-top_k and top_p are found without a sort: float32 bits, made order-preserving, are searched from the highest bit down,
-which is exact. Where the vocabulary is cut over devices (`Vocab`), each works on its own columns.
+put into a command buffer; `sample_plain` has none of them, for the steps that need nothing but a draw. The filters
+and the draw are the op `sampling`; where the vocabulary is cut over devices (`Vocab`), each works on its own columns.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ from jaxserve.batch import FLAG_FILTER, FLAG_LOGPROBS, FLAG_MASK, FLAG_PENALTY, 
 from jaxserve.runtime import state as st
 from jaxserve.runtime.state import SlotTables, unpack_bits
 from jaxserve.runtime.vocab import Vocab
+from pallas_kernels.device import Device
+from pallas_kernels.sampling import contract as sampling
+from pallas_kernels.sampling.xla import largest_threshold, ordered_bits
 
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy
 
@@ -55,6 +57,7 @@ def sample(
     vocab: Vocab,
     vocab_size: int,
     num_top: int,
+    device: Device,
 ) -> tuple[SlotTables, Sampled]:
     """Draw one token a row and write it into the slots' history.
 
@@ -72,11 +75,12 @@ def sample(
     logits_QV = when(FLAG_PENALTY, lambda x: penalise(x, slot_Q, slots, vocab), logits_QV)
     greedy_Q = vocab.argmax(logits_QV)
 
-    def random(_: jax.Array) -> jax.Array:
-        scaled_QV = when(FLAG_FILTER, lambda x: keep_likely(x, real_QI, integer_QI, vocab), scaled(logits_QV, real_QI))
-        return draw(scaled_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, vocab)
+    def random(filters: Filters | None) -> Callable[[], jax.Array]:
+        return lambda: draw(logits_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, filters, vocab, device)
 
-    token_Q = lax.cond((flags & FLAG_RANDOM) != 0, random, lambda same: same, greedy_Q)
+    filters = Filters(integer_QI[:, st.TOP_K], real_QI[:, st.TOP_P], real_QI[:, st.MIN_P])
+    what = jnp.where((flags & FLAG_RANDOM) == 0, 0, jnp.where((flags & FLAG_FILTER) == 0, 1, 2))
+    token_Q = lax.switch(what, (lambda: greedy_Q, random(None), random(filters)))
     token_Q = jnp.minimum(token_Q, vocab_size - 1)  # an all-NaN row's argmax may point anywhere
     no_scores = jax.tree.map(
         lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(lambda: score(raw_QV, token_Q, vocab, num_top))
@@ -86,13 +90,20 @@ def sample(
 
 
 def sample_plain(
-    raw_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, *, vocab: Vocab, vocab_size: int
+    raw_QV: jax.Array,
+    slot_Q: jax.Array,
+    position_Q: jax.Array,
+    slots: SlotTables,
+    *,
+    vocab: Vocab,
+    vocab_size: int,
+    device: Device,
 ) -> tuple[SlotTables, Sampled]:
     """`sample` for steps whose flags are none but FLAG_RANDOM: the same tokens, without a branch."""
     raw_QV, bad_Q = checked(raw_QV, vocab, vocab_size)
     real_QI = slots.real_SI[slot_Q]
     greedy_Q = vocab.argmax(raw_QV)
-    token_Q = draw(scaled(raw_QV, real_QI), greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, vocab)
+    token_Q = draw(raw_QV, greedy_Q, real_QI, slots.seed_SI[slot_Q], position_Q, None, vocab, device)
     token_Q = jnp.minimum(token_Q, vocab_size - 1)
     return remember(slots, slot_Q, token_Q), Sampled(jnp.stack((token_Q, bad_Q.astype(jnp.int32))), None)
 
@@ -103,27 +114,47 @@ def checked(raw_QV: jax.Array, vocab: Vocab, vocab_size: int) -> tuple[jax.Array
     return raw_QV, jnp.isnan(vocab.max(raw_QV.max(axis=1)))
 
 
-def scaled(logits_QV: jax.Array, real_QI: jax.Array) -> jax.Array:
-    """Logits over temperature; greedy rows as they are."""
-    temperature_Q = real_QI[:, st.TEMPERATURE]
-    return logits_QV / jnp.where(temperature_Q < GREEDY_BELOW, 1.0, temperature_Q)[:, None]
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What each row's token is drawn from; the values that let all pass: 0, 1.0 and 0.0."""
+
+    top_k_Q: jax.Array  # int32
+    top_p_Q: jax.Array  # float32
+    min_p_Q: jax.Array  # float32
 
 
 def draw(
-    scaled_QV: jax.Array,
+    logits_QV: jax.Array,
     greedy_Q: jax.Array,
     real_QI: jax.Array,
     seed_QI: jax.Array,
     position_Q: jax.Array,
+    filters: Filters | None,
     vocab: Vocab,
+    device: Device,
 ) -> jax.Array:
-    """A draw from softmax(scaled) a row, by the Gumbel trick; greedy rows take `greedy_Q`.
+    """A draw from softmax(logits / temperature) a row, of what its filters leave; greedy rows take `greedy_Q`.
 
-    Where the vocabulary is cut, each device makes all of a row's noise and uses its part: a seed then means the same.
+    One uniform number a row, a function of its seed and position, is looked up in the running sum of the weights.
     """
-    noise_QV = jax.vmap(lambda seed, at: gumbel(seed, at, vocab.width))(seed_QI, position_Q)
-    drawn_Q = vocab.argmax(scaled_QV + vocab.cut(noise_QV))
-    return jnp.where(real_QI[:, st.TEMPERATURE] < GREEDY_BELOW, greedy_Q, drawn_Q)
+    temperature_Q = real_QI[:, st.TEMPERATURE]
+    is_greedy_Q = temperature_Q < GREEDY_BELOW
+    temperature_Q = jnp.where(is_greedy_Q, 1.0, temperature_Q)
+    uniform_Q = jax.vmap(uniform)(seed_QI, position_Q)
+    if vocab.axes:
+        drawn_Q = draw_cut(logits_QV / temperature_Q[:, None], uniform_Q, filters, vocab)
+    else:
+        numbers = (None, None, None) if filters is None else (filters.top_k_Q, filters.top_p_Q, filters.min_p_Q)
+        drawn_Q, _ = sampling.sample(logits_QV, uniform_Q, *numbers, temperature_Q, device=device)
+    return jnp.where(is_greedy_Q, greedy_Q, drawn_Q)
+
+
+def draw_cut(scaled_QV: jax.Array, uniform_Q: jax.Array, filters: Filters | None, vocab: Vocab) -> jax.Array:
+    """The same draw where each device has a part of every row."""
+    if filters is not None:
+        scaled_QV = keep_likely(scaled_QV, filters, vocab)
+    peak_Q = vocab.max(scaled_QV.max(axis=1))
+    return vocab.draw(jnp.exp(scaled_QV - jnp.where(jnp.isfinite(peak_Q), peak_Q, 0.0)[:, None]), uniform_Q)
 
 
 def mask(logits_QV: jax.Array, slot_Q: jax.Array, position_Q: jax.Array, slots: SlotTables, vocab: Vocab) -> jax.Array:
@@ -159,43 +190,27 @@ def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables, vocab: 
     return jnp.where(penalised_Q1, out_QV, logits_QV)
 
 
-def keep_likely(scaled_QV: jax.Array, real_QI: jax.Array, integer_QI: jax.Array, vocab: Vocab) -> jax.Array:
+def keep_likely(scaled_QV: jax.Array, filters: Filters, vocab: Vocab) -> jax.Array:
     """-inf for what top_k, then top_p over what is left, and min_p leave out. Ties with a threshold stay in."""
-    rows, order_QV = scaled_QV.shape[0], ordered_bits(scaled_QV)
-    top_k_Q = integer_QI[:, st.TOP_K]
-    wanted_Q = jnp.where(top_k_Q > 0, top_k_Q, vocab.width)
-    by_k_Q = largest_threshold(lambda t: vocab.sum(jnp.sum(order_QV >= t[:, None], axis=1)) >= wanted_Q, rows)
+    order_QV, top_p_Q = ordered_bits(scaled_QV), filters.top_p_Q
+    wanted_Q = jnp.where(filters.top_k_Q > 0, filters.top_k_Q, vocab.width)
+    highest_Q = vocab.max(order_QV.max(axis=1))
+    by_k_Q = largest_threshold(lambda t: vocab.sum(jnp.sum(order_QV >= t[:, None], axis=1)) >= wanted_Q, highest_Q)
     peak_Q1 = vocab.max(scaled_QV.max(axis=1))[:, None]
     weight_QV = jnp.where(order_QV >= by_k_Q[:, None], jnp.exp(scaled_QV - peak_Q1), 0.0)
-    mass_Q = real_QI[:, st.TOP_P] * vocab.sum(weight_QV.sum(axis=1))
+    mass_Q = top_p_Q * vocab.sum(weight_QV.sum(axis=1))
     by_p_Q = largest_threshold(
-        lambda t: vocab.sum(jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1)) >= mass_Q, rows
+        lambda t: vocab.sum(jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1)) >= mass_Q, highest_Q
     )
-    by_p_Q = jnp.where(real_QI[:, st.TOP_P] < 1.0, by_p_Q, jnp.uint32(0))
-    likely_QV = scaled_QV >= peak_Q1 + jnp.log(real_QI[:, st.MIN_P, None])
+    by_p_Q = jnp.where(top_p_Q < 1.0, by_p_Q, jnp.uint32(0))
+    likely_QV = scaled_QV >= peak_Q1 + jnp.log(filters.min_p_Q[:, None])
     return jnp.where((order_QV >= jnp.maximum(by_k_Q, by_p_Q)[:, None]) & likely_QV, scaled_QV, -jnp.inf)
 
 
-def ordered_bits(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 whose unsigned order is the float order; -0.0 and 0.0 tie, as in the float order."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def largest_threshold(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest uint32 threshold a row for which `holds` (true for 0, false from some point on): [rows]."""
-
-    def bit(i: jax.Array, found_Q: jax.Array) -> jax.Array:
-        candidate_Q = found_Q | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(candidate_Q), candidate_Q, found_Q)
-
-    return lax.fori_loop(0, 32, bit, jnp.zeros(rows, jnp.uint32))
-
-
-def gumbel(seed_I: jax.Array, position: jax.Array, width: int) -> jax.Array:
-    """Standard Gumbel noise, float32 [width], a function of the 64-bit seed and the position alone."""
+def uniform(seed_I: jax.Array, position: jax.Array) -> jax.Array:
+    """A number in [0, 1), float32, a function of the 64-bit seed and the position alone."""
     key = jax.random.fold_in(jax.random.wrap_key_data(seed_I, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (width,), jnp.float32)
+    return jax.random.uniform(key, (), jnp.float32)
 
 
 def score(raw_QV: jax.Array, token_Q: jax.Array, vocab: Vocab, num_top: int) -> Scores:

@@ -101,7 +101,7 @@ def decode(
         length_B=jnp.where(live_B, position_B + 1, 0),
     )
     hidden_BD, caches = model(state.slots.last_token_S[slot_B], position_B, state.caches, paged)
-    slots, sampled = draw_tokens(model, hidden_BD, slot_B, position_B + 1, state, batch, shape, plain)
+    slots, sampled = draw_tokens(model, hidden_BD, slot_B, position_B + 1, state, batch, options, plain)
     return State(caches, table_SM, slots), Out(sampled, None)
 
 
@@ -131,7 +131,7 @@ def mixed(
     hidden_TD, caches = model(token_T, position_T, state.caches, paged)
     row_Q = batch["sample_row"]
     slots, sampled = draw_tokens(
-        model, hidden_TD[row_Q], batch["sample_slot"], position_T[row_Q] + 1, state, batch, shape, plain
+        model, hidden_TD[row_Q], batch["sample_slot"], position_T[row_Q] + 1, state, batch, options, plain
     )
     scores = score_prompt(model, hidden_TD, batch["target"], shape) if bucket.program is Program.SCORED else None
     return State(caches, table_SM, slots), Out(sampled, scores)
@@ -144,15 +144,16 @@ def draw_tokens(
     position_Q: jax.Array,
     state: State,
     batch: dict[str, jax.Array],
-    shape: Shape,
+    options: StepOptions,
     plain: bool,
 ) -> tuple[SlotTables, Sampled]:
     """Head and sampler over the rows that need a token."""
-    logits_QV, sizes = model.logits(hidden_QD), {"vocab": vocab_of(model), "vocab_size": shape.vocab_size}
+    shape, logits_QV = options.shape, model.logits(hidden_QD)
+    about = {"vocab": vocab_of(model), "vocab_size": shape.vocab_size, "device": options.device}
     if plain:
-        return sample_plain(logits_QV, slot_Q, position_Q, state.slots, **sizes)
+        return sample_plain(logits_QV, slot_Q, position_Q, state.slots, **about)
     flags = batch["flags"][0]
-    return sample(logits_QV, slot_Q, position_Q, state.slots, flags, num_top=shape.max_logprobs, **sizes)
+    return sample(logits_QV, slot_Q, position_Q, state.slots, flags, num_top=shape.max_logprobs, **about)
 
 
 def vocab_of(model: Decoder) -> Vocab:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.mesh import index
+from pallas_kernels.sampling.xla import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,16 @@ class Vocab:
         both = lax.all_gather((value_QK, column_QK + self.start), self.axes, axis=1, tiled=True)
         value_QK, which_QK = lax.top_k(both[0], k)
         return value_QK, jnp.take_along_axis(both[1], which_QK, axis=1)
+
+    def draw(self, weight_QV: jax.Array, uniform_Q: jax.Array) -> jax.Array:
+        """The id at which each row's running sum passes `uniform` times the whole; int32 [Q]. The vocabulary is cut."""
+        part_NQ = lax.all_gather(weight_QV.sum(axis=1), self.axes)
+        end_NQ = jnp.cumsum(part_NQ, axis=0)
+        target_Q = jnp.minimum(uniform_Q * end_NQ[-1], jnp.nextafter(end_NQ[-1], 0.0))
+        shard_Q = jnp.minimum(jnp.sum(end_NQ <= target_Q, axis=0), self.shards - 1)
+        before_Q = jnp.where(shard_Q > 0, jnp.take_along_axis(end_NQ, shard_Q[None] - 1, axis=0)[0], 0.0)
+        id_Q = draw(weight_QV, target_Q - before_Q) + self.start
+        return self.sum(jnp.where(shard_Q == index(self.axes), id_Q, 0))
 
     def logsumexp(self, x_QV: jax.Array) -> jax.Array:
         """log(sum(exp)) a row, [Q]."""

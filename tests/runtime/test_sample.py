@@ -24,7 +24,7 @@ from jaxserve.layers.gqa import GqaSpec
 from jaxserve.layers.rope import RopeSpec
 from jaxserve.mesh import make_mesh, sharding
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runtime.sample import largest_threshold, ordered_bits, sample, sample_plain
+from jaxserve.runtime.sample import sample, sample_plain
 from jaxserve.runtime.state import (
     SlotTables,
     install_plain,
@@ -36,8 +36,11 @@ from jaxserve.runtime.state import (
     wide_row,
 )
 from jaxserve.runtime.vocab import Vocab
+from pallas_kernels.device import Device
+from pallas_kernels.sampling.xla import largest_threshold, ordered_bits
 
 WIDTH, VOCAB, SLOTS, TOP = 128, 100, 4, 5
+CPU = Device("cpu")
 SPEC = ModelSpec(
     hidden_size=8,
     num_layers=1,
@@ -92,7 +95,7 @@ def filled(slots: SlotTables, *installs: Install) -> SlotTables:
 
 def sampler(vocab: Vocab):
     """The step's sampler, jitted; over a vocabulary that is cut, on as many devices."""
-    function = partial(sample, vocab=vocab, vocab_size=VOCAB, num_top=TOP)
+    function = partial(sample, vocab=vocab, vocab_size=VOCAB, num_top=TOP, device=CPU)
     if vocab.shards == 1:
         return jax.jit(function)
     mesh, everywhere = make_mesh(jax.devices(), tensor=vocab.shards), PartitionSpec()
@@ -170,7 +173,7 @@ def test_largest_threshold_is_exact_for_every_k() -> None:
     assert np.array_equal(np.argsort(np.asarray(order), kind="stable"), np.argsort(np.asarray(x), kind="stable"))
     assert order[128] == order[129]
     for k in (1, 2, 17, len(x)):
-        found = largest_threshold(lambda t, k=k: jnp.sum(order[None] >= t[:, None], axis=1) >= k, 1)
+        found = largest_threshold(lambda t, k=k: jnp.sum(order[None] >= t[:, None], axis=1) >= k, order.max()[None])
         assert int(jnp.sum(order >= found[0])) == k
 
 
@@ -186,6 +189,16 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours(slots: SlotTables) -> Non
     assert np.array_equal(together, padded[:3])
     for row in range(3):
         assert draw(slots, raw[[row]], [row], [11 + row])[1] == together[row]
+
+
+def test_a_vocabulary_that_is_cut_draws_the_same_tokens(slots: SlotTables) -> None:
+    raw = jnp.asarray(logits(12, 2))
+    slots = filled(
+        slots, install(0, temperature=0.8, top_p=0.9, seed=3), install(1, temperature=1.3, top_k=20, min_p=0.01, seed=5)
+    )
+    arguments = (jnp.repeat(raw, 50, axis=0), jnp.repeat(jnp.arange(2), 50), jnp.arange(100), slots, jnp.int32(ALL))
+    whole, cut = (np.asarray(sampler(*arguments)[1].token_bad_2Q) for sampler in SAMPLERS.values())
+    assert np.array_equal(whole, cut) and len(set(whole[0])) > 10
 
 
 def test_b026_greedy_row_with_masks_beside_a_random_row(slots: SlotTables) -> None:
@@ -305,11 +318,11 @@ def test_the_plain_form_draws_the_same_tokens(slots: SlotTables) -> None:
     slots = filled(slots, install(0), install(1, temperature=1.0, seed=4), install(2, temperature=0.3, seed=5))
     rows, positions = jnp.arange(3), jnp.array([5, 6, 7])
     full_slots, full = run(raw, rows, positions, slots, jnp.int32(FLAG_RANDOM))
-    plain_slots, plain = jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB))(
+    plain_slots, plain = jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB, device=CPU))(
         raw, rows, positions, slots
     )
     assert np.array_equal(full.token_bad_2Q, plain.token_bad_2Q)
     assert all(map(np.array_equal, jax.tree.leaves(full_slots), jax.tree.leaves(plain_slots)))
-    assert "conditional" not in jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB)).lower(
+    assert "conditional" not in jax.jit(partial(sample_plain, vocab=Vocab(WIDTH), vocab_size=VOCAB, device=CPU)).lower(
         raw, rows, positions, slots
     ).as_text("hlo")
