@@ -17,7 +17,9 @@ from pallas_kernels.split import split_pages
 
 FEW_QUERIES = 32  # heads x query tokens of a row; beyond, they are wgmma's rows and no longer its columns
 _MOST_HEADS = 128
-_SMS = 132
+# Of 132 SMs: a power of two cuts the batches that the engine makes at the borders of their rows wherever these are of
+# one length, and a CTA with two halves of rows is slower than four idle SMs cost (NOTES.md).
+_PARTS = 128
 
 
 def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
@@ -38,10 +40,11 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
 
 
 def tuning_for(queries: int) -> Tuning:
-    """One CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
+    """About one CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
     if queries <= FEW_QUERIES:
-        return Tuning(parts=_SMS, slots=7 if queries <= 24 else 6)
-    return Tuning(parts=_SMS // -(-queries // many_heads.BLOCK_HEADS), merge_items=(4, 8), merge_heads=2)
+        return Tuning(parts=_PARTS, fused=True, slots=7 if queries <= 24 else 6)
+    blocks = -(-queries // many_heads.BLOCK_HEADS)
+    return Tuning(parts=_PARTS // blocks, turns=True, multicast=blocks % 2 == 0, merge_items=(4, 8), merge_heads=2)
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
