@@ -22,10 +22,6 @@ AUTO = "auto"
 # before the form that always fits once its checks have passed on a GPU and it was measured to be faster.
 TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
-        "dense_gemm": (
-            ("xla", "pallas_kernels.dense_gemm.xla"),
-            ("mosaic_gpu", "pallas_kernels.dense_gemm.mosaic_gpu"),
-        ),
         "gqa_decode": (
             ("mosaic_gpu", "pallas_kernels.gqa_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.gqa_decode.xla"),
@@ -51,8 +47,8 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xla", "pallas_kernels.mla_decode.xla"),
         ),
         "mla_prefill": (
-            ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
             ("xla", "pallas_kernels.mla_prefill.xla"),
+            ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
         ),
         "moe_route": (
             ("mosaic_gpu", "pallas_kernels.moe_route.mosaic_gpu"),

@@ -13,7 +13,6 @@ import numpy as np
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_prefill import mosaic_gpu, xla
 from pallas_kernels.gqa_prefill.kernel import Tuning
-from pallas_kernels.gqa_prefill.persistent import Persistent
 from pallas_kernels.timing import Problem, Step, sets_needed
 
 # "gqa_prefill HEADS/KV_HEADS bREQUESTS qTOKENS kvTOKENS": each request's last qTOKENS of kvTOKENS; head dimension 128.
@@ -66,18 +65,11 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     found = {"mosaic_gpu": _step(mosaic_gpu.run, device)}
     if every:
         for name, tuning in {
-            "no turns": Tuning(turns=False),
-            "one page": Tuning(pages=1, stages=4),
-            "persistent": Persistent(),
-            "persistent, no turns": Persistent(turns=False),
+            "overlap": Tuning(overlap=True),
+            "plain": Tuning(turns=False),
+            "1 page": Tuning(pages=1, stages=4),
         }.items():
             found[f"mosaic_gpu {name}"] = _step(mosaic_gpu.run, device, tuning=tuning)
-        if problem.first.shape[2] % 2 == 0:
-            for name, tuning in {
-                "pairs": Persistent(cluster=2),
-                "pairs, no turns": Persistent(cluster=2, turns=False),
-            }.items():
-                found[f"mosaic_gpu persistent, {name}"] = _step(mosaic_gpu.run, device, tuning=tuning)
         found["xla"] = _step(xla.run, device)
     return found
 

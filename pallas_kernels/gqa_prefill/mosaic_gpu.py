@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import Device
-from pallas_kernels.gqa_prefill import persistent
 from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
 from pallas_kernels.gqa_prefill.kernel import PAGE_TOKENS, TILE_TOKENS, Tuning, prefill
-from pallas_kernels.gqa_prefill.persistent import Persistent
 from pallas_kernels.gqa_prefill.tiles import cut_tiles, find_gaps
 
 
@@ -42,7 +40,7 @@ def run(
     *,
     scale: float,
     device: Device,
-    tuning: Tuning | Persistent | None = None,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See the contract. `interpret` runs the same kernel in the interpreter, on a CPU."""
@@ -50,8 +48,7 @@ def run(
     P, _, K, _ = k_PNKE.shape
     # A tile's rows are read whole, so there must be as many.
     q_THE = jnp.pad(q_TNGE.reshape(T, N * G, E), ((0, max(0, TILE_TOKENS - T)), (0, 0), (0, 0)))
-    native = persistent.prefill if isinstance(tuning, Persistent) else prefill
-    out_THE = native(
+    out_THE = prefill(
         q_THE,
         k_PNKE.reshape(P * N, K, E),
         v_PNKE.reshape(P * N, K, E),

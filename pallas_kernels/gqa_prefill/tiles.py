@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """The work list, int32, [W] but for the count. Made from borders only, so that XLA makes it once a step."""
+    """The work list, int32 [W] each. Made from borders only, so that XLA makes it once for all layers of a step."""
 
     chunk_W: jax.Array
     row_W: jax.Array  # packed row of the tile's row 0
@@ -20,7 +20,6 @@ class Tiles(NamedTuple):
     first_live_W: jax.Array  # rows first_live .. end_live - 1 of the tile are this tile's to write
     end_live_W: jax.Array
     keys_W: jax.Array  # tokens that the last live row sees
-    used_1: jax.Array  # how many slots hold a tile; they come first
 
 
 def tile_slots(tokens: int, chunks: int, tile_tokens: int) -> int:
@@ -52,9 +51,8 @@ def cut_tiles(
         first_live_W=moved_W,
         end_live_W=jnp.where(used_W, moved_W + live_W, 0),
         keys_W=keys_W,
-        used_1=last_R[-1:],
     )
-    return Tiles(*(field[order_W] for field in made[:-1]), used_1=made.used_1)
+    return Tiles(*(field[order_W] for field in made))
 
 
 class Gaps(NamedTuple):

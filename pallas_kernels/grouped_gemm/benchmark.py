@@ -101,13 +101,6 @@ def _others(chosen: Tuning, products: int, inner: int) -> dict[str, Tuning]:
             "rows=128 plain stores": Tuning(rows=128, swizzled_stores=False),
             "rows=192": Tuning(rows=192, widths=(64, 128, 160), store_rows=96),
             "rows=192 finer": Tuning(rows=192, widths=(64, 96, 128, 136, 144, 160, 176), store_rows=96),
-            "rows=192 pair": Tuning(rows=192, widths=(64, 128, 160), store_rows=96, cluster=2),
-            "rows=192 pair stagger=0": Tuning(rows=192, widths=(64, 128, 160), store_rows=96, cluster=2, stagger=0),
-            "rows=192 pair finer": Tuning(
-                rows=192, widths=(64, 104, 112, 128, 144, 160, 176), store_rows=96, cluster=2
-            ),
-            "rows=128 pair": Tuning(rows=128, cluster=2),
-            "rows=144 pair": replace(chosen, cluster=2),
             "rows=256 blocks=1": Tuning(rows=256, widths=(64, 128, 192), blocks=1, store_rows=64),
         }
     else:

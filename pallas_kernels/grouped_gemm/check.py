@@ -24,8 +24,6 @@ VARIANTS = {
     "wide": Tuning(rows=128, stagger=0),
     "classes": Tuning(rows=144, widths=(64, 128), store_rows=72),
     "widest": Tuning(rows=192, widths=(128, 160), store_rows=96, stagger=2),
-    "pair": Tuning(rows=64, widths=(16, 32), cluster=2),
-    "widest pair": Tuning(rows=192, widths=(64, 128, 160), store_rows=96, cluster=2),
     "plain stores": Tuning(rows=64, swizzled_stores=False),
     "long steps": Tuning(rows=32, step=128),
 }

@@ -42,8 +42,7 @@ class Tuning:
     stagger: int = 1  # steps by which the second warpgroup starts late: it multiplies while the first one stores
     store_rows: int = 128  # that leave through shared memory at once, at most
     swizzled_stores: bool = True  # without, threads that write neighbouring rows there meet in one bank
-    cluster: int = 1  # CTAs with neighbouring rows of one expert, which share the copies of its weights: 1 or 2
-    ctas: int = 132  # one an SM; a multiple of cluster
+    ctas: int = 132  # one an SM
     compute_registers: int = 232
     copy_registers: int = 40
 
@@ -89,13 +88,12 @@ def grouped(
     X, P, N, _ = w_XPNK.shape
     R, blocks, stages, step = tuning.rows, tuning.blocks, tuning.stages, tuning.step
     columns = -(-N // (BLOCK if P == 2 else BLOCK * blocks))
-    # At most: a set of tiles more than its rows need for each expert, and one for alignment.
-    row_tiles = A // (R * tuning.cluster) + 2 * min(X, A)
+    row_tiles = A // R + 2 * min(X, A)  # at most: a tile more than its rows need for each expert, and one for alignment
     sizes = {
         "columns": columns,
         "steps": K // step,
         "groups": size_X.shape[0] // WALK,
-        "rounds": -(-row_tiles * columns // (tuning.ctas // tuning.cluster)),
+        "rounds": -(-row_tiles * columns // tuning.ctas),
         "uneven": P == 1 and -(-N // BLOCK) % blocks > 0,
         "tuning": tuning,
         "native": interpret is None,
@@ -122,15 +120,11 @@ def grouped(
                 transforms=(_SWIZZLE,) if tuning.swizzled_stores else (),
             ),
             "full": plgpu.Barrier(num_arrivals=blocks + 1, num_barriers=stages),
-            "free": plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=stages)
-            if tuning.cluster > 1
-            else plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "ahead": plgpu.Barrier(),
         },
-        grid=(tuning.ctas // tuning.cluster,),
-        grid_names=("group",),
-        cluster=(tuning.cluster,) if tuning.cluster > 1 else (),
-        cluster_names=("cluster",) if tuning.cluster > 1 else (),
+        grid=(tuning.ctas,),
+        grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
         interpret=interpret,
@@ -144,8 +138,8 @@ def grouped(
 
 
 def _sizes(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """(first row, rows, sets of tiles) of a group's experts. A set is a cluster's; tiles start at multiples of 8."""
-    R = r.tuning.rows * r.tuning.cluster
+    """(first row, rows, tiles) of each expert of a group. Tiles start at a multiple of 8."""
+    R = r.tuning.rows
     found = []
     for i in range(WALK):
         size = r.size_X[jnp.minimum(group, r.groups - 1) * WALK + i]
@@ -166,14 +160,14 @@ def _open(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array, tiles_be
 def _for_each_tile(r: SimpleNamespace, visit: Callable[[_Tile], None]) -> jax.Array:
     """visit(tile) for each tile of this CTA. Returns its number of steps.
 
-    Neighbouring clusters take neighbouring columns of the same rows, then the expert's next rows: what they share is in
+    Neighbouring CTAs take neighbouring columns of the same rows, then the expert's next rows: what they share is in
     the L2. Each round shifts them by one, so that none has only tiles that are not whole.
     """
-    group, groups = lax.axis_index("group"), jnp.int32(r.tuning.ctas // r.tuning.cluster)
+    cta, ctas = lax.axis_index("cta"), jnp.int32(r.tuning.ctas)
 
     def one(index: jax.Array, state: tuple[_Walk, jax.Array]) -> tuple[_Walk, jax.Array]:
         walk, done = state
-        number = index * groups + lax.rem(group + index, groups)
+        number = index * ctas + lax.rem(cta + index, ctas)
         row_tile, column = lax.div(number, jnp.int32(r.columns)), lax.rem(number, jnp.int32(r.columns))
         walk = lax.while_loop(
             lambda w: (w.group < r.groups) & (row_tile >= w.tiles_before + w.tiles_here),
@@ -201,23 +195,15 @@ def _place(r: SimpleNamespace, walk: _Walk, row_tile: jax.Array, column: jax.Arr
         left -= one[2]
     aligned = lax.div(first, jnp.int32(ALIGN))  # in units of 8 rows
     units = lax.div(first - aligned * ALIGN + size + (ALIGN - 1), jnp.int32(ALIGN))
-    tiles, index = tiles * r.tuning.cluster, index * r.tuning.cluster
-    if r.tuning.cluster > 1:
-        index += lax.axis_index("cluster")
     height = lax.div(units + tiles - 1, tiles)
     wanted = aligned + index * height
     # A tile is read whole, also at the end of the rows.
     start = jnp.minimum(wanted, (r.x_AK.shape[0] - r.tuning.rows) // ALIGN)
-    first_live = jnp.maximum(first, wanted * ALIGN) - start * ALIGN
-    end_live = jnp.minimum(first + size, (wanted + height) * ALIGN) - start * ALIGN
-    if r.tuning.cluster > 1:  # the last tile of a cluster may have no row
-        first_live = jnp.minimum(first_live, r.tuning.rows)
-        end_live = jnp.maximum(end_live, first_live)
     return _Tile(
         expert=expert,
         first_row=start * ALIGN,
-        first_live=first_live,
-        end_live=end_live,
+        first_live=jnp.maximum(first, wanted * ALIGN) - start * ALIGN,
+        end_live=jnp.minimum(first + size, (wanted + height) * ALIGN) - start * ALIGN,
         column=column,
         whole=(column < r.columns - 1) | (not r.uneven),
         done=done,
@@ -249,8 +235,7 @@ def _copy(r: SimpleNamespace) -> None:
                 source = r.w_XPNK.at[tile.expert, block if P == 2 else 0, pl.ds(column, BLOCK), inner]
 
                 def fetch(source: Any = source, block: int = block) -> None:
-                    both = "cluster" if r.tuning.cluster > 1 else None
-                    plgpu.copy_gmem_to_smem(source, r.w_SPBK.at[stage, block], r.full.at[stage], collective_axes=both)
+                    plgpu.copy_gmem_to_smem(source, r.w_SPBK.at[stage, block], r.full.at[stage])
 
                 if block and r.uneven:
                     pl.when(tile.whole)(fetch)
@@ -298,7 +283,7 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
 
 def _products(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
     """One fp32 [64, R] a block, by the narrowest products that hold the tile's rows."""
-    below = jnp.int32(-1 if r.tuning.cluster > 1 else 0)
+    below = jnp.int32(0)
     for width in (*r.tuning.widths, r.tuning.rows):
         fits = (tile.end_live > below) & (tile.end_live <= width)
         below = width

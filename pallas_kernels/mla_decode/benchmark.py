@@ -46,13 +46,11 @@ _SCALE = 192**-0.5
 _FEW = (
     {"fused": False},
     {"parts": 132},
-    {"halves": True},
     {"min_pages": 1},
 )
 _MANY = (
     {"multicast": False},
     {"parts": 66},
-    {"turns": False, "multicast": False},
 )
 
 

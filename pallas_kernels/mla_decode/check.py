@@ -18,12 +18,8 @@ LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 4092, 0, 128, 700)
 HEADS = (1, 8, 16, 20, 32, 64, 96, 128)
 NEW_TOKENS = ((4, 4), (16, 2), (8, 4), (3, 8))  # heads and query tokens
 
-FEW_FORMS = tuple(
-    {"fused": fused, "halves": halves, "min_pages": pages}
-    for fused, halves in ((True, False), (False, True), (True, True))
-    for pages in (1, 2)
-)
-MANY_FORMS = ({"turns": True}, {"turns": True, "multicast": True})
+FEW_FORMS = tuple({"fused": fused, "min_pages": pages} for fused in (True, False) for pages in (1, 2))
+MANY_FORMS = ({"multicast": False},)
 
 
 def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]]:
@@ -39,10 +35,10 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
             case = DecodeCase(label, lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16", tokens=new)
             yield case.name, _runner(case, device, mosaic_gpu.tuning_for(heads * new))
     for heads, new in ((20, 3), (128, 2), (128, 8)):
-        label = f"h{heads} s{new} edges turns"
+        label = f"h{heads} s{new} edges"
         lengths = (*cases.NEW_TOKENS, 700, 4092, 4097)
         case = DecodeCase(label, lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16", tokens=new)
-        yield label, _runner(case, device, replace(mosaic_gpu.tuning_for(heads * new), turns=True))
+        yield label, _runner(case, device, mosaic_gpu.tuning_for(heads * new))
     # One part holds all rows whole; parts of one page; a merge in several rounds.
     for heads in (16, 32, 128):
         case = DecodeCase(f"h{heads} edges", LENGTHS, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")

@@ -29,13 +29,9 @@ class Tuning:
     parts: int = 132  # into which the pages of all rows are cut: the SMs, for each block of heads
     min_pages: int = 2  # of a part
     slots: int = 7  # few heads: thirds of a page that shared memory holds
-    # Few heads: the parts of a row merge it without a second kernel; two warpgroups compute, see few_halves.py.
+    # Few heads: the parts of a row merge it without a second kernel.
     fused: bool = False
-    halves: bool = False
-    # Many heads: a thread's of the adding, scoring, copying warpgroups.
-    registers: tuple[int, int, int] = (176, 136, 24)
-    turns: bool = False  # many queries: the second design (many_turns.py), of which no GPU run is known yet
-    multicast: bool = False  # turns: two blocks of a row are a cluster, each copies half of a page to both
+    multicast: bool = False  # many queries: two blocks of a row are a cluster, each copies half of a page to both
     merge_items: tuple[int, ...] = (4, 16)  # whose loads the merge keeps in flight, by how many there are
     merge_heads: int = 1  # that a CTA of the merge takes
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import Device
-from pallas_kernels.mla_decode import few_halves, few_heads, many_heads, many_turns
+from pallas_kernels.mla_decode import few_heads, many_turns
 from pallas_kernels.mla_decode.common import LATENT_DIM, PAGE_TOKENS, RANK, Tuning
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes, fold_tokens
-from pallas_kernels.mla_decode.merge import merge
+from pallas_kernels.mla_decode.many_common import BLOCK_QUERIES
 from pallas_kernels.split import split_pages
 
 FEW_QUERIES = 32  # heads x query tokens of a row; beyond, they are wgmma's rows and no longer its columns
@@ -34,8 +34,6 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
         return f"a cached row has {shapes.rank} of {shapes.latent_dim} dimensions, must be {RANK} of {LATENT_DIM}."
     if shapes.heads > _MOST_HEADS:
         return f"there are {shapes.heads} heads, must be {_MOST_HEADS} at most."
-    if shapes.tokens > 1 and shapes.heads * shapes.tokens > FEW_QUERIES:
-        return f"{shapes.tokens} query tokens of {shapes.heads} heads are more than {FEW_QUERIES} queries a row."
     return None
 
 
@@ -43,8 +41,8 @@ def tuning_for(queries: int) -> Tuning:
     """About one CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
     if queries <= FEW_QUERIES:
         return Tuning(parts=_PARTS, fused=True, slots=7 if queries <= 24 else 6)
-    blocks = -(-queries // many_heads.BLOCK_HEADS)
-    return Tuning(parts=_PARTS // blocks, turns=True, multicast=blocks % 2 == 0, merge_items=(4, 8), merge_heads=2)
+    blocks = -(-queries // BLOCK_QUERIES)
+    return Tuning(parts=_PARTS // blocks, multicast=blocks % 2 == 0)
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
@@ -67,18 +65,13 @@ def run(
     queries = q_BQL.shape[1]
     tuning = tuning or tuning_for(queries)
     few = queries <= FEW_QUERIES
-    cut = {"parts": tuning.parts, "min_pages": tuning.min_pages, "align": not few and tuning.turns}
+    cut = {"parts": tuning.parts, "min_pages": tuning.min_pages, "align": not few}
     split = split_pages(length_B, kv_heads=1, page_tokens=PAGE_TOKENS, **cut)
     # Few are wgmma's columns: 8 would cost what 16 do, and layout inference fails on them. Many are its rows.
-    padded = max(16, queries + -queries % 8) if few else queries + -queries % many_heads.BLOCK_HEADS
+    padded = max(16, queries + -queries % 8) if few else queries + -queries % BLOCK_QUERIES
     # In two parts, which the caller has joined: XLA drops both the joining and this cutting.
     q_parts = [jnp.pad(part, ((0, 0), (0, padded - queries), (0, 0))) for part in jnp.split(q_BQL, [rank], axis=2)]
     arrays = (*q_parts, latent_PKL, table_BM, length_B, split)
-    if few or tuning.turns:
-        decode = (few_halves if tuning.halves else few_heads).decode if few else many_turns.decode
-        options = {"queries": queries, "tokens": tokens, "scale": scale, "tuning": tuning, "interpret": interpret}
-        return decode(*arrays, **options)[:, :queries].reshape(shape)
-    if tokens > 1:
-        raise ValueError(f"mla_decode: {tokens} query tokens of {queries // tokens} heads need the tuning `turns`.")
-    out_BQR, part_IQR, lse_IQ = many_heads.partials(*arrays, scale=scale, tuning=tuning, interpret=interpret)
-    return merge(out_BQR, part_IQR, lse_IQ, split, tuning=tuning, interpret=interpret)[:, :queries].reshape(shape)
+    decode = few_heads.decode if few else many_turns.decode
+    options = {"queries": queries, "tokens": tokens, "scale": scale, "tuning": tuning, "interpret": interpret}
+    return decode(*arrays, **options)[:, :queries].reshape(shape)

@@ -20,9 +20,11 @@ from pallas_kernels.mla_prefill.expand import expand
 from pallas_kernels.mla_prefill.kernel import attend
 from pallas_kernels.mla_prefill.tiles import TILE_TOKENS, head_rows, plan
 
-# Of keys and values; more is worked on in passes, a loop that XLA makes no graph of. One head's longest contexts must
-# fit in any case.
-_SCRATCH_BYTES = 6 << 30
+# Of keys and values. One head's longest contexts must fit, for which it may grow up to the limit.
+_SCRATCH_BYTES = 2 << 30
+_SCRATCH_LIMIT_BYTES = 4 << 30
+# Where more may be needed they are a loop, which keeps the program small, but which XLA makes no graph of.
+_UNROLLED_PASSES = 4
 
 
 def why_not(shapes: MlaPrefillShapes, device: Device) -> str | None:
@@ -40,10 +42,10 @@ def why_not(shapes: MlaPrefillShapes, device: Device) -> str | None:
     if shapes.rank != 512:
         return f"the rank is {shapes.rank}, must be 512."
     scratch_bytes = head_rows(shapes.chunks, shapes.max_pages * PAGE_TOKENS) * _row_bytes(shapes)
-    if scratch_bytes > _SCRATCH_BYTES:
+    if scratch_bytes > _SCRATCH_LIMIT_BYTES:
         return (
             f"{shapes.chunks} chunks of up to {shapes.max_pages} pages need {scratch_bytes >> 20} MiB of scratch "
-            f"memory a head, must be at most {_SCRATCH_BYTES >> 20}."
+            f"memory a head, must be at most {_SCRATCH_LIMIT_BYTES >> 20}."
         )
     return None
 
@@ -101,9 +103,16 @@ def run(
         options = {"scale": scale, "tuning": tuning, "into_THV": out_THV, "interpret": interpret}
         return attend(q_THE, latent_PKL, key_ZN, value_ZV, table_RM, pass_1, counter_1, work, **options)
 
+    def more_passes(out_THV: jax.Array) -> jax.Array:
+        if most_passes > _UNROLLED_PASSES:
+            return lax.fori_loop(1, H // work.sizes_4[2], one_pass, out_THV)
+        for index in range(1, most_passes):
+            out_THV = one_pass(index, out_THV)
+        return out_THV
+
+    out_THV = one_pass(0, into_THV)
     least_heads = max(n for n in range(1, H + 1) if H % n == 0 and (n * most_rows <= scratch_rows or n == 1))
-    if least_heads == H:
-        return one_pass(0, into_THV)[:T]
-    if into_THV is None:
-        into_THV = jnp.zeros((*q_THE.shape[:2], value_up_HVR.shape[1]), q_THE.dtype)
-    return lax.fori_loop(0, H // work.sizes_4[2], one_pass, into_THV)[:T]
+    most_passes = H // least_heads
+    if most_passes > 1:
+        out_THV = lax.cond(work.sizes_4[2] < H, more_passes, lambda out_THV: out_THV, out_THV)
+    return out_THV[:T]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,29 +48,6 @@ def test_down_in_the_interpreter(hidden: int, tuning: Tuning) -> None:
     options = {"device": H200, "tuning": tuning, "interpret": plgpu.InterpretGPUParams()}
     out = mosaic_gpu.run(h_AF, w_XDF[:, None], size_X, row_A=None, weight_A=weight_A, **options)
     check(np.asarray(out)[: sum(SIZES)], reference.down(inputs.h_AF, inputs.w_XDF, inputs.size_X, inputs.weight_A))
-
-
-def pairs() -> None:
-    """Clusters of two CTAs in the interpreter: experts with fewer rows than two tiles, and a set of tiles too many."""
-    options = {"device": H200, "interpret": plgpu.InterpretGPUParams()}
-    for tuning in (Tuning(rows=16, stages=2, ctas=2, cluster=2), Tuning(rows=24, widths=(8,), ctas=2, cluster=2)):
-        inputs = make_inputs(GemmCase("", SIZES, 6, 128, 192, "bfloat16"), seed=0)
-        x_TD, row_A, w_X2FD, size_X, h_AF, w_XDF, weight_A = map(jnp.asarray, inputs)
-        out = mosaic_gpu.run(x_TD, w_X2FD, size_X, row_A=row_A, weight_A=None, tuning=tuning, **options)
-        live = sum(SIZES)
-        check(np.asarray(out)[:live], reference.gate_up(inputs.x_TD, inputs.row_A[:live], inputs.w_X2FD, inputs.size_X))
-        out = mosaic_gpu.run(h_AF, w_XDF[:, None], size_X, row_A=None, weight_A=weight_A, tuning=tuning, **options)
-        check(np.asarray(out)[:live], reference.down(inputs.h_AF, inputs.w_XDF, inputs.size_X, inputs.weight_A))
-
-
-def test_pairs_in_the_interpreter() -> None:
-    """Two CTAs are six threads that wait for each other, and XLA has as many as there are cores, unless told else."""
-    here = Path(__file__).parent
-    paths = f"{here}{os.pathsep}{here.parents[1]}"
-    environment = os.environ | {"NPROC": "16", "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    code = "from test_grouped_gemm_kernel import pairs; pairs()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -93,20 +93,16 @@ def test_the_parts_of_a_row_know_each_other(tokens: list[int], parts: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "halves", "parts", "lengths"),
+    ("heads", "tokens", "parts", "lengths"),
     [
-        (16, None, False, 4, (0, 1, 130, 64, 300)),
-        (20, None, False, 3, (65, 130)),
-        (4, 4, False, 3, (0, 1, 3, 66, 130)),
-        (3, 8, False, 2, (7, 8, 71, 200)),
-        (16, None, True, 4, (0, 1, 130, 64, 300)),
-        (4, 4, True, 3, (0, 1, 3, 66, 130)),
-        (40, None, False, 2, (0, 1, 130, 64, 65)),
+        (16, None, 4, (0, 1, 130, 64, 300)),
+        (20, None, 3, (65, 130)),
+        (4, 4, 3, (0, 1, 3, 66, 130)),
+        (3, 8, 2, (7, 8, 71, 200)),
+        (40, None, 2, (0, 1, 130, 64, 65)),
     ],
 )
-def test_b145_numbers_in_the_interpreter(
-    heads: int, tokens: int | None, halves: bool, parts: int, lengths: tuple[int, ...]
-) -> None:
+def test_b145_numbers_in_the_interpreter(heads: int, tokens: int | None, parts: int, lengths: tuple[int, ...]) -> None:
     """Whole rows, split rows, empty rows, several rows of one page a part, NaN in stale rows, several query tokens."""
     case = DecodeCase(f"{heads} heads", lengths, heads, page_tokens=64, dtype="bfloat16", tokens=tokens)
     inputs = make_inputs(case, seed=0)
@@ -116,7 +112,7 @@ def test_b145_numbers_in_the_interpreter(
         rank=case.rank,
         scale=case.scale,
         device=H200,
-        tuning=replace(tuning, parts=parts, min_pages=1, merge_items=(1, 2), halves=halves),
+        tuning=replace(tuning, parts=parts, min_pages=1, merge_items=(1, 2)),
         interpret=plgpu.InterpretGPUParams(),
     )
     check(np.asarray(out), dense(*inputs, rank=case.rank, scale=case.scale), label=case.name)
@@ -134,26 +130,17 @@ def lowered(queries: tuple[int, ...], **changes: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("queries", "halves", "fused"),
+    ("queries", "fused"),
     [
-        ((1,), False, False),
-        ((16,), False, True),
-        ((2, 10), False, False),
-        ((4, 8), False, True),
-        ((16,), True, False),
-        ((4, 8), True, True),
+        ((1,), False),
+        ((16,), True),
+        ((2, 10), False),
+        ((4, 8), True),
     ],
 )
-def test_few_queries_lower_for_the_gpu(queries: tuple[int, ...], halves: bool, fused: bool) -> None:
+def test_few_queries_lower_for_the_gpu(queries: tuple[int, ...], fused: bool) -> None:
     """The merge is a kernel of its own, or none."""
-    assert lowered(queries, halves=halves, fused=fused).count("mosaic_gpu_v2") == 2 - fused
-
-
-@pytest.mark.parametrize("queries", [(64,), (96,), (128,)])
-def test_many_queries_lower_for_the_gpu(queries: tuple[int, ...]) -> None:
-    """The merge is a kernel of its own; of the second design, none."""
-    assert lowered(queries).count("mosaic_gpu_v2") == 2
-    assert lowered(queries, turns=True).count("mosaic_gpu_v2") == 1
+    assert lowered(queries, fused=fused).count("mosaic_gpu_v2") == 2 - fused
 
 
 @pytest.mark.parametrize(
@@ -163,7 +150,6 @@ def test_many_queries_lower_for_the_gpu(queries: tuple[int, ...]) -> None:
         ({"page_tokens": 16}, "page size is 16 tokens, must be 64"),
         ({"rank": 256}, "has 256 of 576 dimensions, must be 512 of 576"),
         ({"heads": 129}, "there are 129 heads, must be 128 at most"),
-        ({"tokens": 4}, "4 query tokens of 16 heads are more than 32"),
     ],
 )
 def test_what_it_does_not_fit(change: dict, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""mla_decode's second Hopper kernel for more than 32 queries a row, without a GPU: numbers, turns of rows, lowering."""
+"""mla_decode's Hopper kernel for more than 32 queries a row, without a GPU: numbers, turns of rows, lowering."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H200 = Device("gpu", "9.0")
 def interpreted(case: DecodeCase, inputs: DecodeInputs, parts: int, *, races: bool = False) -> np.ndarray:
     """The kernel in the interpreter, its pages cut into `parts`; races: looks for them, and prints what it finds."""
     interpret = plgpu.InterpretGPUParams(detect_races=races)
-    tuning = replace(mosaic_gpu.tuning_for(case.heads * (case.tokens or 1)), parts=parts, min_pages=1, turns=True)
+    tuning = replace(mosaic_gpu.tuning_for(case.heads * (case.tokens or 1)), parts=parts, min_pages=1)
     options = {"rank": case.rank, "scale": case.scale, "device": H200, "tuning": tuning}
     return np.asarray(mosaic_gpu.run(*map(jnp.asarray, inputs), **options, interpret=interpret))
 
@@ -61,7 +61,7 @@ def test_it_lowers_for_the_gpu_as_one_kernel(queries: tuple[int, ...]) -> None:
     q = jax.ShapeDtypeStruct((16, *queries, 576), jnp.bfloat16)
     pool = jax.ShapeDtypeStruct((32, 64, 576), jnp.bfloat16)
     table, length = jax.ShapeDtypeStruct((16, 64), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
-    tuning = replace(mosaic_gpu.tuning_for(math.prod(queries)), turns=True)
+    tuning = mosaic_gpu.tuning_for(math.prod(queries))
     call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, rank=512, scale=0.1, device=H200, tuning=tuning))
     text = call.trace(q, pool, table, length).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
