@@ -86,21 +86,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Lock:
-    """A file that benches on one GPU agree on: whoever times holds it alone, whoever only computes shares it."""
+    """A file that benches on one GPU agree on: whoever times holds it alone, whoever only computes shares it.
+
+    The first run of a check, which compiles, holds nothing.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a") if path else None
+        self._path = path
 
     @contextlib.contextmanager
     def _held(self, kind: int) -> Iterator[None]:
-        if self._file is None:
+        if self._path is None:
             yield
             return
-        fcntl.flock(self._file, kind)
-        try:
+        with self._path.open("a") as file:  # closing it lets go
+            fcntl.flock(file, kind)
             yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """No other bench uses the GPU meanwhile."""

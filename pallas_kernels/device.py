@@ -9,10 +9,15 @@ import jax
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """platform: JAX's name ("cpu", "gpu"); kind: compute capability of a GPU ("9.0"), empty elsewhere."""
+    """platform: JAX's name ("cpu", "gpu"); kind: compute capability of a GPU ("9.0"), empty elsewhere.
+
+    sms: multiprocessors of a GPU, by default those of an H100 SXM or H200; others of the kind have fewer (H100 PCIe
+    114). Kernels whose CTAs wait for each other need all of them to run at once.
+    """
 
     platform: str
     kind: str = ""
+    sms: int = 132
 
     @property
     def is_sm90(self) -> bool:
@@ -26,4 +31,6 @@ class Device:
 def device_of(device: jax.Device) -> Device:
     """The record of a JAX device."""
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
-    return Device(platform, str(getattr(device, "compute_capability", "")) if platform == "gpu" else "")
+    if platform != "gpu":
+        return Device(platform)
+    return Device(platform, str(getattr(device, "compute_capability", "")), int(getattr(device, "core_count", 0)))

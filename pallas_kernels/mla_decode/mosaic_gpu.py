@@ -26,6 +26,8 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
     """None, or what the kernels lack for these sizes."""
     if not device.is_sm90:
         return f"it needs an NVIDIA GPU of compute capability 9.0, this is {device}."
+    if device.sms < _PARTS:  # parts of a row wait for each other: all must run at once
+        return f"it needs a GPU of {_PARTS} multiprocessors at least, this one has {device.sms}."
     if shapes.dtype != "bfloat16":
         return f"dtype is {shapes.dtype}, must be bfloat16."
     if shapes.page_tokens != PAGE_TOKENS:
@@ -40,7 +42,8 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
 def tuning_for(queries: int) -> Tuning:
     """About one CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
     if queries <= FEW_QUERIES:
-        return Tuning(parts=_PARTS, fused=True, slots=7 if queries <= 24 else 6)
+        # The merge inside has been proved on a GPU with 16 and 32 columns.
+        return Tuning(parts=_PARTS, fused=queries % 16 == 0, slots=7 if queries <= 24 else 6)
     blocks = -(-queries // BLOCK_QUERIES)
     return Tuning(parts=_PARTS // blocks, multicast=blocks % 2 == 0)
 

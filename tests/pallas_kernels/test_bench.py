@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -37,3 +38,17 @@ def test_rivals_are_named_as_the_cases_are() -> None:
     for op in ("gqa_decode", "gqa_prefill", "grouped_gemm", "mla_decode"):
         assert sum(case_id in rivals for case_id in bench.case_ids(op)) >= 3, op
     assert rivals["gqa_decode 32/2 b128 kv4k"]["us"] == 129.41
+
+
+def test_who_times_is_alone(tmp_path: Path) -> None:
+    """Two benches that compute share the file of --lock; one that times waits until both are done."""
+    one, other = bench._Lock(tmp_path / "gpu.lock"), (tmp_path / "gpu.lock").open("a")
+    with one.shared():
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    with one.alone(), pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    other.close()

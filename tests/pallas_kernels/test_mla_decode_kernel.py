@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compare import check
-from pallas_kernels.device import Device
+from pallas_kernels.device import Device, device_of
 from pallas_kernels.mla_decode import mosaic_gpu
 from pallas_kernels.mla_decode.cases import DecodeCase, make_inputs
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes
@@ -159,3 +161,11 @@ def test_what_it_does_not_fit(change: dict, reason: str) -> None:
 def test_where_it_fits() -> None:
     assert mosaic_gpu.why_not(FITS, H200) is None
     assert "this is cpu" in (mosaic_gpu.why_not(FITS, Device("cpu")) or "")
+
+
+def test_a_smaller_hopper_is_refused() -> None:
+    """On a chip where not all CTAs run at once, those that wait would wait for ever (H100 PCIe: 114 SMs)."""
+    reason = mosaic_gpu.why_not(FITS, Device("gpu", "9.0", 114)) or ""
+    assert "needs a GPU of 128 multiprocessors at least, this one has 114" in reason
+    chip = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=114)
+    assert device_of(cast(jax.Device, chip)).sms == 114
