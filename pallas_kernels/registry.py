@@ -47,8 +47,8 @@ TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
             ("xla", "pallas_kernels.mla_decode.xla"),
         ),
         "mla_prefill": (
-            ("xla", "pallas_kernels.mla_prefill.xla"),
             ("mosaic_gpu", "pallas_kernels.mla_prefill.mosaic_gpu"),
+            ("xla", "pallas_kernels.mla_prefill.xla"),
         ),
         "moe_route": (
             ("mosaic_gpu", "pallas_kernels.moe_route.mosaic_gpu"),

@@ -65,9 +65,8 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     found = {"mosaic_gpu": _step(mosaic_gpu.run, device)}
     if every:
         for name, tuning in {
-            "overlap": Tuning(overlap=True),
-            "plain": Tuning(turns=False),
-            "1 page": Tuning(pages=1, stages=4),
+            "no turns": Tuning(turns=False),
+            "one page": Tuning(pages=1, stages=4),
         }.items():
             found[f"mosaic_gpu {name}"] = _step(mosaic_gpu.run, device, tuning=tuning)
         found["xla"] = _step(xla.run, device)

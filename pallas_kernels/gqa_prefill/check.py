@@ -29,9 +29,8 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
 
 VARIANTS = {
     "turns": mosaic_gpu.Tuning(),
-    "overlap": mosaic_gpu.Tuning(overlap=True),
-    "plain": mosaic_gpu.Tuning(turns=False),
-    "turns 1 page": mosaic_gpu.Tuning(pages=1, stages=4),
+    "no turns": mosaic_gpu.Tuning(turns=False),
+    "one page": mosaic_gpu.Tuning(pages=1, stages=4),
 }
 
 

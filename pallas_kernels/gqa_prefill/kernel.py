@@ -1,9 +1,9 @@
 """The Hopper kernel of gqa_prefill in Pallas Mosaic GPU: one CTA a query tile and query head.
 
 Two warpgroups compute 64 query rows each over the same key blocks; a third copies pages into shared memory, one copy
-a page. The scores of the next key block are in the tensor cores while the softmax of this one runs. Rows are packed
-without alignment, which a tiled copy cannot address: queries come through registers, outputs leave row by row where a
-tile is not full. NOTES.md has the design and figures.
+a page. They take turns: one's softmax runs under the other's products. Rows are packed without alignment, which a tiled
+copy cannot address: queries come through registers, outputs leave row by row where a tile is not full. NOTES.md has the
+design and figures.
 Dimension keys beyond the contract's: W tile slots, S stages, L tokens of a key block, J query rows of a warpgroup.
 """
 
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.gqa_prefill.tiles import Gaps, Tiles
 
@@ -38,8 +40,7 @@ class Tuning:
 
     pages: int = 2  # of a key block
     stages: int = 2  # key blocks in flight
-    overlap: bool = False  # the next scores are computed under this softmax
-    turns: bool = True  # without overlap: one warpgroup's softmax runs under the other's products
+    turns: bool = True  # one warpgroup's softmax runs under the other's products
     compute_registers: int = 240
     copy_registers: int = 24
 
@@ -72,7 +73,15 @@ def prefill(
     }
 
     def gqa_prefill_tile(*refs: Any, **scratch: Any) -> None:
-        names = (*Tiles._fields, *Gaps._fields, "table_RM", "q_THE", "k_PKE", "v_PKE", "out_THE")
+        names = (
+            *Tiles._fields,
+            *Gaps._fields,
+            "table_RM",
+            "q_THE",
+            "k_PKE",
+            "v_PKE",
+            "out_THE",
+        )
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         index = lax.axis_index("tile")
         is_tile = index < tile_ctas
@@ -93,7 +102,6 @@ def prefill(
         "v_full": plgpu.Barrier(num_arrivals=tuning.pages, num_barriers=tuning.stages),
         "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.stages),
         "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=tuning.stages),
-        "turn": plgpu.Barrier(num_arrivals=2),
     }
     if interpret is not None:
         scratch_types["p_2JL"] = plgpu.SMEM((2, ROWS, block), q_THE.dtype, transforms=_SWIZZLED)
@@ -127,7 +135,10 @@ def _zero_gaps(r: SimpleNamespace, block: jax.Array) -> None:
             @pl.when(r.owned_T[row] == 0)
             def _() -> None:
                 for head in range(0, r.heads, width):
-                    plgpu.copy_smem_to_gmem(r.o_2JE.at[0, pl.ds(0, width)], r.out_THE.at[row, pl.ds(head, width)])
+                    plgpu.copy_smem_to_gmem(
+                        r.o_2JE.at[0, pl.ds(0, width)],
+                        r.out_THE.at[row, pl.ds(head, width)],
+                    )
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -190,15 +201,13 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
     )
     # Blocks below the tile's first row are seen whole by all of its rows; both warpgroups cut at the same place.
     whole = jnp.clip(lax.div(r.position_W[r.slot], jnp.int32(r.block)), 0, r.blocks - 1)
-    if r.tuning.overlap:
-        state = _overlapped(r, side, position, whole, state)
-    else:
-        # The second warpgroup starts half a step late, and the first ends half a step early.
-        pl.when(side == 1)(lambda: _take_turns(r))
-        for start, end, masked in ((0, whole, False), (whole, r.blocks, True)):
-            step = _plain_step(r, side, position, masked)
-            state = lax.fori_loop(start, end, step, state)
-        pl.when(side == 0)(lambda: _take_turns(r))
+    # The second warpgroup starts half a step late, and the first ends half a step early.
+    pl.when(side == 1)(lambda: _take_turns(r))
+    plgpu.barrier_wait(r.k_full.at[0])
+    for start, end, masked in ((0, whole, False), (whole, r.blocks, True)):
+        step = _step(r, side, position, masked)
+        state = lax.fori_loop(start, end, step, state)
+    pl.when(side == 0)(lambda: _take_turns(r))
     acc_JE, _, sum_J = state
     acc_JE = acc_JE * lax.broadcast_in_dim(1.0 / sum_J, acc_JE.shape, [0])
     r.o_2JE.at[side][...] = acc_JE.astype(r.o_2JE.dtype)
@@ -206,7 +215,7 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
     _store_rows(r, side, row, first)
 
 
-def _plain_step(r: SimpleNamespace, side: jax.Array, position: jax.Array, masked: bool) -> Any:
+def _step(r: SimpleNamespace, side: jax.Array, position: jax.Array, masked: bool) -> Any:
     """Scores, softmax and product of one key block after the other."""
 
     def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -219,57 +228,36 @@ def _plain_step(r: SimpleNamespace, side: jax.Array, position: jax.Array, masked
         plgpu.barrier_arrive(r.k_free.at[lax.rem(block, jnp.int32(r.tuning.stages))])
         acc_JE, max_J, sum_J = state
         weight_JL, keep_J, max_J, sum_J = _softmax(r, block, position, masked, score_JL, max_J, sum_J)
+        acc_JE = acc_JE * lax.broadcast_in_dim(keep_J, acc_JE.shape, [0])
+        weight_JL = weight_JL.astype(r.v_SLE.dtype)
+        # Else the compiler leaves this work for the turn, which it would make longer.
+        acc_JE, max_J, sum_J, weight_JL = lax.optimization_barrier((acc_JE, max_J, sum_J, weight_JL))
         _take_turns(r)
-        return _add_values(r, side, block, masked, weight_JL, keep_J, acc_JE), max_J, sum_J
+        return _add_values(r, side, block, masked, weight_JL, acc_JE), max_J, sum_J
 
     return step
 
 
 def _take_turns(r: SimpleNamespace) -> None:
     """Both warpgroups pass here twice a block, half a block apart: one multiplies while the other is in its softmax."""
-    if r.tuning.turns:
-        plgpu.barrier_arrive(r.turn)
-        plgpu.barrier_wait(r.turn)
 
+    @plgpu.inline_mgpu()
+    def barrier(_: Any) -> None:
+        # One of the hardware's; Mosaic takes 0 and one a warpgroup.
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            "bar.sync 8, 256;",
+            "",
+            has_side_effects=True,
+        )
 
-def _overlapped(
-    r: SimpleNamespace, side: jax.Array, position: jax.Array, whole: jax.Array, state: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """As the plain steps, but the scores of block b + 1 are started before the softmax of block b."""
-
-    def first(out: Any) -> jax.Array:
-        _start_scores(r, side, jnp.int32(0), out)
-        return out[...]
-
-    def step(masked: bool) -> Any:
-        def run(block: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            score_JL, acc_JE, max_J, sum_J = carried
-
-            def under(out: Any) -> tuple[jax.Array, ...]:
-                _start_scores(r, side, block + 1, out)
-                found = _softmax(r, block, position, masked, score_JL, max_J, sum_J)
-                weight_JL, keep_J, new_max_J, new_sum_J = found
-                new_acc_JE = _add_values(r, side, block, masked, weight_JL, keep_J, acc_JE)
-                plgpu.barrier_arrive(r.k_free.at[lax.rem(block + 1, jnp.int32(r.tuning.stages))])
-                return out[...], new_acc_JE, new_max_J, new_sum_J
-
-            return pl.run_scoped(under, plgpu.ACC((ROWS, r.block), jnp.float32))
-
-        return run
-
-    score_JL = pl.run_scoped(first, plgpu.ACC((ROWS, r.block), jnp.float32))
-    plgpu.barrier_arrive(r.k_free.at[0])
-    carried = lax.fori_loop(0, jnp.minimum(whole, r.blocks - 1), step(False), (score_JL, *state))
-    carried = lax.fori_loop(jnp.minimum(whole, r.blocks - 1), r.blocks - 1, step(True), carried)
-    score_JL, acc_JE, max_J, sum_J = carried
-    last = r.blocks - 1
-    weight_JL, keep_J, max_J, sum_J = _softmax(r, last, position, True, score_JL, max_J, sum_J)
-    return _add_values(r, side, last, True, weight_JL, keep_J, acc_JE), max_J, sum_J
+    if r.tuning.turns and r.native:  # it orders nothing but time
+        barrier()
 
 
 def _start_scores(r: SimpleNamespace, side: jax.Array, block: jax.Array, out: Any) -> None:
     stage = lax.rem(block, jnp.int32(r.tuning.stages))
-    plgpu.barrier_wait(r.k_full.at[stage])
     plgpu.wgmma(out, r.q_2JE.at[side], r.k_SLE.at[stage].T)
 
 
@@ -299,18 +287,24 @@ def _add_values(
     block: jax.Array,
     masked: bool,
     weight_JL: jax.Array,
-    keep_J: jax.Array,
     acc_JE: jax.Array,
 ) -> jax.Array:
-    """acc keep + weights V; gives the block's values free."""
-    stage = lax.rem(block, jnp.int32(r.tuning.stages))
-    acc_JE = acc_JE * lax.broadcast_in_dim(keep_J, acc_JE.shape, [0])
-    weight_JL = weight_JL.astype(r.v_SLE.dtype)
+    """acc + weights V; gives the block's values free, and awaits the next block's keys meanwhile."""
+    stage, following = (lax.rem(block + i, jnp.int32(r.tuning.stages)) for i in range(2))
+
+    def await_keys() -> None:
+        pl.when(block + 1 < r.blocks)(lambda: plgpu.barrier_wait(r.k_full.at[following]))
+
     plgpu.barrier_wait(r.v_full.at[stage])
     if masked:
         _clean_values(r, stage, r.keys_W[r.slot] - block * r.block)
     if r.native:
-        acc_JE = pl.run_state(lambda out: plgpu.wgmma(out, weight_JL, r.v_SLE.at[stage]))(plgpu.ACC.init(acc_JE))
+
+        def in_registers(out: Any) -> None:
+            plgpu.wgmma(out, weight_JL, r.v_SLE.at[stage])
+            await_keys()
+
+        acc_JE = pl.run_state(in_registers)(plgpu.ACC.init(acc_JE))
     else:  # the interpreter knows neither operands in registers nor accumulators that are carried in
         r.p_2JL.at[side][...] = weight_JL
         plgpu.commit_smem()
@@ -320,6 +314,7 @@ def _add_values(
             return out[...]
 
         acc_JE += pl.run_scoped(product, plgpu.ACC(acc_JE.shape, jnp.float32))
+        await_keys()
     plgpu.barrier_arrive(r.v_free.at[stage])
     return acc_JE
 

@@ -40,7 +40,7 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
         case = DecodeCase(label, lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16", tokens=new)
         yield label, _runner(case, device, mosaic_gpu.tuning_for(heads * new))
     # One part holds all rows whole; parts of one page; a merge in several rounds.
-    for heads in (16, 32, 128):
+    for heads in (1, 8, 16, 20, 32, 128):
         case = DecodeCase(f"h{heads} edges", LENGTHS, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
         forms = MANY_FORMS if heads == 128 else FEW_FORMS
         for changes in ({"parts": 1}, {"min_pages": 1}, {"merge_items": (2,), "merge_heads": 3}, *forms):

@@ -29,8 +29,7 @@ class Tuning:
     parts: int = 132  # into which the pages of all rows are cut: the SMs, for each block of heads
     min_pages: int = 2  # of a part
     slots: int = 7  # few heads: thirds of a page that shared memory holds
-    # Few heads: the parts of a row merge it without a second kernel.
-    fused: bool = False
+    fused: bool = True  # few heads: the parts of a row merge it without a second kernel
     multicast: bool = False  # many queries: two blocks of a row are a cluster, each copies half of a page to both
     merge_items: tuple[int, ...] = (4, 16)  # whose loads the merge keeps in flight, by how many there are
     merge_heads: int = 1  # that a CTA of the merge takes

@@ -48,15 +48,18 @@ def test_tiles_hold_every_row_once(tokens: int, chunks: tuple[tuple[int, int, in
     assert np.asarray(gaps.rows_Z).tolist() == [free[row : row + 128].sum() for row in range(0, tokens, 128)]
 
 
+SHORT = PrefillCase("short", 60, ((2, 0, 17), (0, 70, 33), (1, 63, 1)), 1, 2, 64, 64, "bfloat16")
+LONGER = PrefillCase("longer", 200, ((2, 0, 140), (0, 300, 33), (1, 63, 1)), 1, 1, 128, 64, "bfloat16")
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # stale keys are NaN, by intent
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(overlap=True, pages=1)], ids=["turns", "overlap, one page"])
-def test_b145_numbers_in_the_interpreter(tuning: Tuning) -> None:
-    """Chunks with and without prefix at unaligned rows, fewer packed rows than a tile, NaN in stale rows."""
-    case = PrefillCase("mixed", 60, ((2, 0, 17), (0, 70, 33), (1, 63, 1)), 1, 2, 64, 64, "bfloat16")
+@pytest.mark.parametrize("case", [SHORT, LONGER], ids=lambda case: case.name)
+@pytest.mark.parametrize("tuning", [Tuning(), Tuning(pages=1, stages=3)], ids=["two pages", "one page"])
+def test_b145_numbers_in_the_interpreter(case: PrefillCase, tuning: Tuning) -> None:
+    """Chunks with and without prefix at unaligned rows, several tiles, fewer packed rows than a tile, stale NaN."""
     inputs = make_inputs(case, seed=0)
-    out = mosaic_gpu.run(
-        *map(jnp.asarray, inputs), scale=case.scale, device=H200, tuning=tuning, interpret=plgpu.InterpretGPUParams()
-    )
+    options = {"tuning": tuning, "interpret": plgpu.InterpretGPUParams()}
+    out = mosaic_gpu.run(*map(jnp.asarray, inputs), scale=case.scale, device=H200, **options)
     check(np.asarray(out), dense(*inputs, scale=case.scale))
 
 

@@ -131,15 +131,8 @@ def lowered(queries: tuple[int, ...], **changes: bool) -> str:
     return call.trace(q, pool, table, tokens).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(
-    ("queries", "fused"),
-    [
-        ((1,), False),
-        ((16,), True),
-        ((2, 10), False),
-        ((4, 8), True),
-    ],
-)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("queries", [(1,), (16,), (2, 10), (4, 8)])
 def test_few_queries_lower_for_the_gpu(queries: tuple[int, ...], fused: bool) -> None:
     """The merge is a kernel of its own, or none."""
     assert lowered(queries, fused=fused).count("mosaic_gpu_v2") == 2 - fused
