@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     views["slot"][:] = np.arange(bucket.rows)
     views["position"][:] = args.context
     fill_tables(runner, shape, bucket, args.context)
+    tell_rows_apart(runner, shape)
     batch = Batch(bucket, vector)
     step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
 
@@ -216,6 +218,17 @@ def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
         for name, column in zip(("update_slot", "update_index", "update_page"), zip(*part, strict=True), strict=True):
             views[name][: len(part)] = column
         runner.dispatch(Batch(bucket, vector)).result()
+
+
+def tell_rows_apart(runner: Any, shape: Any) -> None:
+    """Give each slot a last token of its own: equal rows would all be routed to the same few experts."""
+    import jax
+    import numpy as np
+
+    slots = runner.state.slots
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, slots.last_token_S.shape, np.int32)
+    tokens = jax.device_put(tokens, slots.last_token_S.sharding)
+    runner.state = replace(runner.state, slots=replace(slots, last_token_S=tokens))
 
 
 def ahead(runner: Any, batch: Any, step: Any) -> dict[str, float]:
