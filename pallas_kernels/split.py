@@ -49,7 +49,8 @@ class Field(IntEnum):
     FIRST_SLOT = 6
     LAST_ITEMS = 7  # the same of the last unit
     LAST_SLOT = 8
-    IDS = 9
+    LAST_MERGERS = 9  # the parts that merge the last unit: all that end in it. Who closes it may go on with others
+    IDS = 10
 
 
 def num_items(parts: int, units: int) -> int:
@@ -109,10 +110,12 @@ def records(
     row_A = jnp.maximum(split.first_unit_A, 0) // kv_heads
     tokens_A = length_B[row_A]
     last_A = jnp.maximum(split.last_unit_A, 0)
+    items_A, slot_A = split.items_U[last_A], split.first_item_U[last_A]
+    closing_A = slot_A - last_A + items_A - 1  # the part with the last item of this part's last unit
     fields = (
         *(split.first_unit_A, split.first_page_A, split.last_unit_A, split.end_page_A, tokens_A),
         *(split.items_U[split.first_unit_A], split.first_item_U[split.first_unit_A]),
-        *(split.items_U[last_A], split.first_item_U[last_A]),
+        *(items_A, slot_A, items_A - (split.last_unit_A[closing_A] > last_A)),
     )
     page_AI = split.first_page_A[:, None] + jnp.arange(ids, dtype=jnp.int32)
     page_AI = jnp.clip(page_AI, 0, table_BM.shape[1] - 1)

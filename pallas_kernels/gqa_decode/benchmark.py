@@ -79,7 +79,7 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     found = {"mosaic_gpu": _step(mosaic_gpu.run, device, tuning=tuning)}
     if every:
         for changes in (
-            {"fused": False},
+            {"merge": "kernel"},
             {"align": False},
             {"min_pages": 2},
             {"min_pages": 8},
@@ -87,6 +87,14 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
         ):
             name = "mosaic_gpu " + " ".join(f"{key}={value}" for key, value in changes.items())
             found[name] = _step(mosaic_gpu.run, device, tuning=replace(tuning, **changes))
+        if shape[-1] % 128 == 0:
+            slices = mosaic_gpu.tuning_in_slices(shape[-1], queries)
+            for min_pages in (4, 2, 1):
+                name = f"mosaic_gpu slices min_pages={min_pages}"
+                found[name] = _step(mosaic_gpu.run, device, tuning=replace(slices, min_pages=min_pages))
+            # What the pages in flight and one CTA an SM are worth, without the slices.
+            last = replace(slices, merge="last", min_pages=4)
+            found["mosaic_gpu 128 parts"] = _step(mosaic_gpu.run, device, tuning=last)
         found["xla"] = _step(xla.run, device)
     return found
 

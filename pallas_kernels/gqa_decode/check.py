@@ -31,12 +31,22 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
     many = tuple(int(n) for n in np.random.default_rng(5).integers(0, 600, 60))
     yield _check("fewer queries than columns", (77,), 1, 3, 128, device)
     yield _check("60 rows, 8 kv heads", many, 8, 4, 128, device)
-    yield _check("60 rows, 8 kv heads, own merge", many, 8, 4, 128, device, fused=False)
+    yield _check("60 rows, 8 kv heads, own merge", many, 8, 4, 128, device, merge="kernel")
     yield _check("cut evenly", (4096,) * 16, 2, 16, 128, device)
     # One long row: more items than are merged at once, so in groups first; and few CTAs that go over many units.
     yield _check("one row of 64k", (65536 - 7,), 2, 16, 128, device)
     yield _check("one row of 64k among short", (5, 65500, 64, 300), 1, 4, 64, device)
     yield _check("few parts", many, 2, 16, 128, device, parts=7)
+    for group in (3, 16):
+        for head_dim in (128, 256):
+            yield _check(f"slices g{group} e{head_dim}", LENGTHS, 2, group, head_dim, device, slices=True)
+    yield _check("slices s4 g16 e128", NEW_TOKENS, 2, 16, 128, device, tokens=4, slices=True)
+    yield _check("slices s3 g3 e128", NEW_TOKENS, 2, 3, 128, device, tokens=3, slices=True)
+    yield _check("slices 60 rows, 8 kv heads", many, 8, 4, 128, device, slices=True)
+    yield _check("slices one row of 4k", (4096,), 2, 16, 128, device, slices=True)
+    yield _check("slices one row of 64k", (65536 - 7,), 2, 16, 128, device, slices=True)
+    yield _check("slices one row of 64k among short", (5, 65500, 64, 300), 1, 4, 128, device, slices=True)
+    yield _check("slices few parts", many, 2, 16, 128, device, slices=True, parts=7, min_pages=1)
 
 
 def passes(found: Difference) -> bool:
@@ -54,11 +64,13 @@ def _check(
     device: Device,
     *,
     tokens: int | None = None,
+    slices: bool = False,
     **changes: Any,
 ) -> tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
     """One case, with the tuning chosen for it and changes to it."""
     case = DecodeCase(label, lengths, kv_heads, group, head_dim, mosaic_gpu.PAGE_TOKENS, "bfloat16", tokens)
-    tuning = replace(mosaic_gpu.tuning_for(head_dim, (tokens or 1) * group), **changes)
+    chosen = mosaic_gpu.tuning_in_slices if slices else mosaic_gpu.tuning_for
+    tuning = replace(chosen(head_dim, (tokens or 1) * group), **changes)
 
     def run() -> tuple[np.ndarray, np.ndarray]:
         inputs, expected, call = prepared()

@@ -3,8 +3,8 @@
 Tokens lie on wgmma's M axis and the query heads of a group on N (padded to 8), so that few heads cost few columns:
 S^T = K Q^T, O^T = V^T P^T. Sums and maxima over tokens cross the warps of a warpgroup through a scratch of which there
 is one a CTA: therefore one computing warpgroup a CTA, and two CTAs on each SM. What a unit's items gave is merged by
-the CTA that is done last with one of them (grid_sync.py); the interpreter, which cannot run that, merges in a kernel of
-its own. NOTES.md has the design and figures.
+the CTA that is done last with one of them (grid_sync.py), or all of them merge a slice each (merge_slices.py); the
+interpreter, which cannot run that, merges in a kernel of its own. NOTES.md has the design and figures.
 Dimension keys beyond the contract's: A parts, U units, I items (see split.py), W fields of a part's record, H queries
 of a unit, padded: column s * G + g is head g of query token s; R rows of a partial result; C all rows of queries.
 """
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grid_sync import last_to_arrive
+from pallas_kernels.grid_sync import arrive, arrive_and_wait, last_to_arrive
+from pallas_kernels.merge_slices import Form, merge_slice
 from pallas_kernels.split import Field, num_items, unit_pages
 
 PAGE_TOKENS = 64
@@ -33,6 +34,8 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a query
 _TURNED = plgpu.Layout.WGMMA_TRANSPOSED
 _NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
 _GROUP_ITEMS = 16  # items that are merged at once; those of a unit with more are merged in groups first
+# How a unit is merged in slices: loads in flight are all that counts.
+_SLICES = (Form(2, 2, 8, 128), Form(4, 4, 4, 128), Form(8, 8, 2, 128), Form(16, 16, 1, 128), Form(1 << 30, 32, 1, 128))
 _SUM_ROWS = 4  # of a partial result, for its base-2 sums: one is used, four keep results 128 bytes apart
 _WARPGROUPS = 2
 _COMPUTE, _COPY = range(_WARPGROUPS)
@@ -46,7 +49,9 @@ class Tuning:
     stages: int = 3  # pages in flight a CTA
     min_pages: int = 4  # of a part
     align: bool = True  # units of one size are cut evenly or not at all
-    fused: bool = True  # the merge is in the kernel, not a kernel of its own
+    # Who merges a unit: the part that is "last", all its parts in "slices" (all must run at once: one CTA an SM and no
+    # more; head dimension 128 or 256), or a "kernel" of its own.
+    merge: Literal["last", "slices", "kernel"] = "last"
 
 
 class Item(NamedTuple):
@@ -84,8 +89,9 @@ def decode(
     B, S, N, G, E = shape
     H, dtype, stages = padded(S * G), q_CE.dtype, tuning.stages
     items = num_items(tuning.parts, B * N)
-    fused = tuning.fused and interpret is None
+    merge = tuning.merge if interpret is None else "kernel"
     part_shape = (items, E + _SUM_ROWS, H)
+    parts = [part_shape] if merge != "slices" else [(items, H, E), (items, H)]
     ring_bytes = 2 * stages * PAGE_TOKENS * E * jnp.dtype(dtype).itemsize
     slots = min(_GROUP_ITEMS, ring_bytes // (4 * math.prod(part_shape[1:])))
     sizes = {
@@ -99,15 +105,16 @@ def decode(
         "items": items,
         "query_rows": q_CE.shape[0],
         "scale": scale * math.log2(math.e),
-        "fused": fused,
+        "merge": merge,
         # The interpreter knows no accumulator that is carried in; on the GPU any other form spills registers.
         "carried": interpret is None,
     }
 
     def gqa_decode_kernel(*refs: Any, ring: Any, **scratch: Any) -> None:
-        names = ("record_AW", "table_BM", "length_B", "q_CE", "k_PKE", "v_PKE", "words", "out", "part_IRH")
+        names = ("record_AW", "table_BM", "length_B", "q_CE", "k_PKE", "v_PKE", "words", "out")
+        names += ("part_IRH",) if merge != "slices" else ("part_IHE", "lse_IH")
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
-        (r.k_SKE, r.v_SKE), *r.merge_JRH = ring if fused else (ring,)
+        (r.k_SKE, r.v_SKE), *r.merge_JRH = ring if merge == "last" else (ring,)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == _COMPUTE)(lambda: _compute(r))
         pl.when(warpgroup == _COPY)(lambda: _copy(r))
@@ -116,10 +123,13 @@ def decode(
     merge_JRH = plgpu.SMEM((slots, *part_shape[1:]), jnp.float32)
     call = plgpu.kernel(
         gqa_decode_kernel,
-        out_type=(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(part_shape, jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct(shape, dtype),
+            *(jax.ShapeDtypeStruct(part, jnp.float32) for part in parts),
+        ),
         scratch_types={
             # Partial results are merged where pages were, when the part is through with its pages.
-            "ring": plgpu.RefUnion(pages, merge_JRH) if fused else pages,
+            "ring": plgpu.RefUnion(pages, merge_JRH) if merge == "last" else pages,
             "q_HE": plgpu.SMEM((H, E), dtype, transforms=_SWIZZLED),
             "p_HK": plgpu.SMEM((H, PAGE_TOKENS), dtype, transforms=_SWIZZLED),
             "o_HE": plgpu.SMEM((H, E), dtype),
@@ -135,8 +145,8 @@ def decode(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    out, part_IRH = call(record_AW, table_BM, length_B, q_CE, k_PKE, v_PKE, words)
-    return out if fused else _merge(out, part_IRH, merge_U2, sizes, interpret=interpret)
+    out, *partial = call(record_AW, table_BM, length_B, q_CE, k_PKE, v_PKE, words)
+    return _merge(out, partial[0], merge_U2, sizes, interpret=interpret) if merge == "kernel" else out
 
 
 def padded(queries: int) -> int:
@@ -254,10 +264,15 @@ def _compute(r: SimpleNamespace) -> None:
         pl.when(cut)(lambda: _store_partial(r, acc_EH, max_H + jnp.log2(sum_H), part + item.unit))
 
     _for_each_item(r, visit)
-    if r.fused:
-        first_unit = r.record_AW[part, Field.FIRST_UNIT]
-        pl.when((first_unit < last_unit) & (of_first[0] > 1))(lambda: _close(r, first_unit, *of_first))
-        pl.when((first_unit <= last_unit) & (of_last[0] > 1))(lambda: _close(r, last_unit, *of_last))
+    first_unit = r.record_AW[part, Field.FIRST_UNIT]
+    goes_on = (first_unit < last_unit) & (of_first[0] > 1)
+    ends = (first_unit <= last_unit) & (of_last[0] > 1)
+    if r.merge == "last":
+        pl.when(goes_on)(lambda: _close(r, first_unit, *of_first))
+        pl.when(ends)(lambda: _close(r, last_unit, *of_last))
+    elif r.merge == "slices":
+        pl.when(goes_on)(lambda: arrive(r.words.at[of_first[1]]))
+        pl.when(ends)(lambda: _close_in_slices(r, last_unit, *of_last))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -273,10 +288,10 @@ def _load_queries(r: SimpleNamespace, unit: jax.Array) -> jax.Array:
     return offset
 
 
-def _offset(r: SimpleNamespace, unit: jax.Array) -> jax.Array:
+def _offset(r: SimpleNamespace, unit: jax.Array) -> Any:
     """Of a unit's first query in the H rows that are read: not 0 where these would end past the last row of all."""
     rows = unit_rows(r.tokens, r.group)
-    return jnp.maximum(unit * rows + (r.heads - r.query_rows), 0) if rows < r.heads else jnp.int32(0)
+    return jnp.maximum(unit * rows + (r.heads - r.query_rows), 0) if rows < r.heads else 0
 
 
 def _page(r: SimpleNamespace, stage: jax.Array, live: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -339,6 +354,10 @@ def _store_heads(r: SimpleNamespace, value_EH: jax.Array, unit: jax.Array, offse
 
 
 def _store_partial(r: SimpleNamespace, acc_EH: jax.Array, sum_H: jax.Array, slot: jax.Array) -> None:
+    if r.merge == "slices":
+        r.part_IHE.at[slot].T[...] = plgpu.layout_cast(acc_EH, _TURNED)
+        r.lse_IH.at[slot][...] = sum_H
+        return
     r.part_IRH.at[slot, pl.ds(0, r.head_dim)][...] = acc_EH
     r.part_IRH.at[slot, r.head_dim][...] = sum_H
 
@@ -370,6 +389,23 @@ def _close(r: SimpleNamespace, unit: jax.Array, items: jax.Array, first: jax.Arr
             @pl.when(last_to_arrive(r.words.at[r.items + first], groups, async_reads=True))
             def _() -> None:
                 _store_heads(r, _combine(r, first, groups, _GROUP_ITEMS)[0], unit, _offset(r, unit))
+
+
+def _close_in_slices(r: SimpleNamespace, unit: jax.Array, items: jax.Array, first: jax.Array) -> None:
+    """Waits until all items of this part's last unit are done, then merges a slice of it."""
+    part = lax.axis_index("part")
+    mergers = r.record_AW[part, Field.LAST_MERGERS]
+    queries = pl.ds(_offset(r, unit), r.tokens * r.group)
+
+    def store(query: jax.Array, columns: Any, value: jax.Array) -> None:
+        group = jnp.int32(r.group)
+        place = (_row(r, unit), lax.div(query, group), _head(r, unit), lax.rem(query, group), columns)
+        r.out.at[place][...] = value.astype(r.out.dtype)
+
+    arrive_and_wait(r.words.at[first], items)
+    mine = {"first": first, "items": items, "turn": part + unit - first, "turns": mergers}
+    partial = (r.part_IHE.at[:, queries], r.lse_IH.at[:, queries])
+    merge_slice(*partial, store, heads=r.tokens * r.group, **mine, forms=_SLICES)
 
 
 def _combine(r: SimpleNamespace, first: jax.Array, count: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ from pallas_kernels.grid_sync import zero_words
 from pallas_kernels.split import records, split_pages
 
 _CTA_BYTES, _HALF_SM_BYTES = 232448, 115712  # shared memory of the one CTA of an SM, and of each of two
-
+_WAITING_PARTS = 128  # one CTA an SM, and a power of two, as mla_decode's
 _MOST_PRODUCTS = 8192  # head dimension x queries of a unit: a thread's registers
 
 
@@ -39,12 +39,22 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
 def tuning_for(head_dim: int, queries: int) -> Tuning:
     """As many pages in flight as shared memory holds: of two CTAs an SM, or of one where two are too small."""
     heads = padded(queries)
-    other_bytes = 2 * heads * (2 * head_dim + PAGE_TOKENS) + 3072  # queries, output, weights; reductions, barriers
-    page_bytes = 4 * PAGE_TOKENS * head_dim
+    other_bytes, page_bytes = _shared_bytes(head_dim, heads)
     stages = (_HALF_SM_BYTES - other_bytes) // page_bytes
     if heads <= 16 and stages >= 3:
         return Tuning(stages=stages)
     return Tuning(parts=132, stages=(_CTA_BYTES - other_bytes) // page_bytes)
+
+
+def tuning_in_slices(head_dim: int, queries: int) -> Tuning:
+    """Where latency counts: one CTA an SM, because parts wait for each other and must all run at once."""
+    other_bytes, page_bytes = _shared_bytes(head_dim, padded(queries))
+    return Tuning(parts=_WAITING_PARTS, stages=(_CTA_BYTES - other_bytes) // page_bytes, min_pages=2, merge="slices")
+
+
+def _shared_bytes(head_dim: int, heads: int) -> tuple[int, int]:
+    """Of shared memory: for queries, output, weights, reductions, barriers; and for a page of keys and values."""
+    return 2 * heads * (2 * head_dim + PAGE_TOKENS) + 3072, 4 * PAGE_TOKENS * head_dim
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
@@ -61,11 +71,17 @@ def run(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
+    """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU.
+
+    Raises:
+      ValueError: the tuning lets more parts wait for each other than certainly run at once.
+    """
     q_BSNGE = q if q.ndim == 5 else q[:, None]
     B, S, N, G, E = q_BSNGE.shape
     P, _, K, _ = k_PNKE.shape
     tuning = tuning or tuning_for(E, S * G)
+    if tuning.merge == "slices" and tuning.parts > device.sms:
+        raise ValueError(f"there are {tuning.parts} parts that wait for each other, must be {device.sms} at most.")
     split = split_pages(
         length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages, align=tuning.align
     )

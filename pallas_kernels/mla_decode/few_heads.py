@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grid_sync
+from pallas_kernels.merge_slices import Form, merge_slice
 from pallas_kernels.mla_decode.common import (
     LATENT_DIM,
     NEVER,
@@ -35,7 +36,6 @@ from pallas_kernels.mla_decode.common import (
     constant,
     for_each_page,
 )
-from pallas_kernels.mla_decode.few_merge import merge_slice
 from pallas_kernels.mla_decode.merge import merge
 from pallas_kernels.mla_decode.work_list import Meeting, record, records
 from pallas_kernels.split import Split, num_items, unit_pages
@@ -45,6 +45,8 @@ _THIRDS = 3
 _WIDTH = LATENT_DIM // _THIRDS
 _VALUES = tuple(min(_WIDTH, RANK - third * _WIDTH) for third in range(_THIRDS))  # value columns of each third
 _COMPUTE, _COPY = range(2)
+# How a row's parts are merged. 64 registers of loads in flight, or 33: latency is all that counts here.
+_MERGES = (Form(2, 2, 8, 512), Form(4, 4, 4, 512), Form(8, 8, 2, 512), Form(16, 16, 1, 512), Form(1 << 30, 33, 1, 128))
 
 
 def decode(
@@ -214,10 +216,14 @@ def _compute(r: SimpleNamespace) -> None:
 def _meet(r: SimpleNamespace, row: jax.Array, turn: jax.Array, meeting: Meeting) -> None:
     """Merges a slice of a row once all of its parts have come, if this part has one."""
 
+    def store(head: jax.Array, columns: Any, value: jax.Array) -> None:
+        r.out_BHR.at[row, head, columns][...] = value.astype(r.out_BHR.dtype)
+
     @pl.when(turn < meeting.mergers)
     def _() -> None:
         grid_sync.arrive_and_wait(r.words_B.at[row], meeting.items)
-        merge_slice(r, row, meeting.begin + row, meeting.items, turn, meeting.mergers)
+        place = {"first": meeting.begin + row, "items": meeting.items, "turn": turn, "turns": meeting.mergers}
+        merge_slice(r.part_IHR, r.lse_IH, store, heads=r.out_BHR.shape[1], **place, forms=_MERGES)
 
     @pl.when(turn >= meeting.mergers)
     def _() -> None:

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grid_sync
+from pallas_kernels.merge_slices import Form, merge_slice
 from pallas_kernels.mla_decode.common import PAGE_TOKENS, TILE, accumulate, clear_stale, constant
-from pallas_kernels.mla_decode.few_merge import Form, merge_slice
 from pallas_kernels.mla_decode.many_common import BLOCK_QUERIES, BOX, ENDS, OWN, REGISTERS, ROW, for_each_item, slot_of
 from pallas_kernels.mla_decode.work_list import Meeting
 
@@ -79,15 +79,18 @@ def _store(
 def _meet(r: SimpleNamespace, side: jax.Array, row: jax.Array, turn: jax.Array, meeting: Meeting) -> None:
     """Merges a slice of a row once all of its parts have come, if this part has one; of which each side has half."""
     word = r.words_NB.at[r.block, row]
+    out_QR = r.out_BQR.at[row, r.queries]
+
+    def store(query: jax.Array, columns: Any, value: jax.Array) -> None:
+        out_QR.at[query, columns][...] = value.astype(r.out_BQR.dtype)
 
     @pl.when(turn < meeting.mergers)
     def _() -> None:
         grid_sync.arrive_and_wait(word, 2 * meeting.items)
-        mine = {name: getattr(r, name).at[:, r.queries] for name in ("out_BQR", "part_IQR", "lse_IQ")}
-        names = {"out_BHR": mine["out_BQR"], "part_IHR": mine["part_IQR"], "lse_IH": mine["lse_IQ"]}
-        first = meeting.begin + row
-        turns = (2 * turn + side, 2 * meeting.mergers)
-        merge_slice(SimpleNamespace(**names), row, first, meeting.items, *turns, _MERGES)
+        place = {"first": meeting.begin + row, "items": meeting.items}
+        turns = {"turn": 2 * turn + side, "turns": 2 * meeting.mergers}
+        mine = (r.part_IQR.at[:, r.queries], r.lse_IQ.at[:, r.queries])
+        merge_slice(*mine, store, heads=BLOCK_QUERIES, **place, **turns, forms=_MERGES)
 
     @pl.when(turn >= meeting.mergers)
     def _() -> None:

@@ -98,13 +98,17 @@ def test_records_hold_what_the_split_says() -> None:
     table = np.random.default_rng(0).integers(-5, 99, (5, 12)).astype(np.int32)
     split = SPLIT(lengths, kv_heads=2, page_tokens=64, parts=6, min_pages=1)
     found = np.asarray(records(split, table, lengths, kv_heads=2, pool_pages=50, ids=3))
-    assert found.shape == (6, 12)
+    assert found.shape == (6, 16)
     for part, record in enumerate(found):
         first, page, last, end = (int(field[part]) for field in split[:4])
         assert record[: Field.FIRST_TOKENS].tolist() == [first, page, last, end]
         assert record[Field.FIRST_TOKENS] == lengths[first // 2]
         for unit, field in ((first, Field.FIRST_ITEMS), (last, Field.LAST_ITEMS)):
             assert record[field : field + 2].tolist() == [split.items_U[unit], split.first_item_U[unit]]
+        if first <= last:
+            ends_in_it = [one for one in range(6) if split.last_unit_A[one] == last]
+            assert record[Field.LAST_MERGERS] == len(ends_in_it) or split.items_U[last] == 1
+            assert part == ends_in_it[part + last - split.first_item_U[last]] or split.items_U[last] == 1
         assert record[Field.IDS : Field.IDS + 3].tolist() == np.clip(table[first // 2, page : page + 3], 0, 49).tolist()
 
 
@@ -144,6 +148,29 @@ def test_it_lowers_for_the_gpu(tokens: int, heads: int, kv_heads: int, head_dim:
     call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=0.1, device=H200))
     text = call.trace(q, pool, pool, table, lengths).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim"), [(1, 32, 2, 128), (1, 9, 3, 128), (1, 8, 1, 256), (4, 32, 2, 128)]
+)
+def test_slices_lower_for_the_gpu(tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """The form in which all parts of a unit merge it."""
+    group = heads // kv_heads
+    tuning = mosaic_gpu.tuning_in_slices(head_dim, tokens * group)
+    axis = () if tokens == 1 else (tokens,)
+    q = jax.ShapeDtypeStruct((2, *axis, kv_heads, group, head_dim), jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((32, kv_heads, 64, head_dim), jnp.bfloat16)
+    table, lengths = jax.ShapeDtypeStruct((2, 64), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=0.1, device=H200, tuning=tuning))
+    text = call.trace(q, pool, pool, table, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+def test_more_parts_than_run_at_once_must_not_wait() -> None:
+    inputs = make_inputs(INTERPRETED[1], seed=0)
+    smaller = Device("gpu", "9.0", sms=114)
+    with pytest.raises(ValueError, match="128 parts that wait for each other, must be 114 at most"):
+        mosaic_gpu.run(*inputs, scale=1.0, device=smaller, tuning=mosaic_gpu.tuning_in_slices(128, 16))
 
 
 def test_queries_are_not_padded() -> None:

@@ -1,13 +1,15 @@
-"""The merge inside few_heads.py: takes partial results of a row that its parts have stored, writes the row's output.
+"""The merge by the CTAs that computed: takes partial results of one row or unit, gives each of its parts a slice.
 
-All parts of a row meet, then each merges a slice. Items are added in their order, so that results do not depend on who
-comes when. A warpgroup reads an item's head as one row of 512 fp32, 16 bytes a thread, or a quarter of it.
+All parts of a row meet (grid_sync.arrive_and_wait), then each merges some heads or pieces of heads. Items are added in
+their order, so that results do not depend on who comes when. A warpgroup reads a piece of an item's head at once, 4 to
+16 bytes a thread.
+Dimension keys: I items of all rows, H heads (with their query tokens), R columns of a head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.common import NEVER
+_NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
 
 # A head's running result, its largest sum so far, and the total weight.
 _State = tuple[jax.Array, jax.Array, jax.Array]
@@ -24,7 +26,10 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How rows of up to `items` items are merged: what one warpgroup loads at once."""
+    """How rows of up to `items` items are merged: what one warpgroup loads at once.
+
+    columns: of a piece of a head, 128, 256 or 512.
+    """
 
     items: int
     items_at_once: int
@@ -37,32 +42,51 @@ class Form:
         return plgpu.Layout.WG_STRIDED((self.columns,), vec_size=self.columns // 128)
 
 
-# 64 registers of loads in flight, or 33: latency is all that counts here.
-FORMS = (Form(2, 2, 8, 512), Form(4, 4, 4, 512), Form(8, 8, 2, 512), Form(16, 16, 1, 512), Form(1 << 30, 33, 1, 128))
-
-
 def merge_slice(
-    r: SimpleNamespace,
-    row: jax.Array,
+    part_IHR: jax.Ref,
+    lse_IH: jax.Ref,
+    store: Callable[[jax.Array, Any, jax.Array], None],
+    *,
+    heads: int,
     first: jax.Array,
     items: jax.Array,
     turn: Any,
     turns: Any,
-    forms: tuple[Form, ...] = FORMS,
+    forms: tuple[Form, ...],
 ) -> None:
-    """Merges items first .. first + items - 1 of a row into r.out_BHR: the turn-th of `turns` slices."""
+    """Merges the turn-th of `turns` slices of items first .. first + items - 1, each weighted by its base-2 sum.
+
+    Args:
+      part_IHR: fp32 partial results, each divided by its own sum of weights. lse_IH: fp32, log2 of these sums, with the
+        maximum in it. Both of global memory; heads beyond `heads` are not read.
+      store: store(head, columns, value) writes fp32 merged columns, a slice of a head, to where they belong.
+      items: 2 at least. turn, turns: int32, below `turns` of one unit each.
+      forms: in the order of their `items`, the last of them for any number.
+    """
     narrower = 1
     for form in forms:
         fits = (items > narrower) & (items <= form.items)
-        pl.when(fits)(lambda form=form: _merge_slice(r, row, first, items, turn, turns, form))
+
+        @pl.when(fits)
+        def _(form: Form = form) -> None:
+            _merge_slice(part_IHR, lse_IH, store, heads, first, items, turn, turns, form)
+
         narrower = form.items
 
 
 def _merge_slice(
-    r: SimpleNamespace, row: jax.Array, first: jax.Array, items: jax.Array, turn: Any, turns: Any, form: Form
+    part_IHR: jax.Ref,
+    lse_IH: jax.Ref,
+    store: Callable[[jax.Array, Any, jax.Array], None],
+    heads: int,
+    first: jax.Array,
+    items: jax.Array,
+    turn: Any,
+    turns: Any,
+    form: Form,
 ) -> None:
-    pieces = r.out_BHR.shape[2] // form.columns
-    total = r.out_BHR.shape[1] * pieces
+    pieces = part_IHR.shape[2] // form.columns
+    total = heads * pieces
     at_once = form.heads_at_once
     rounds = lax.div(total - turn + turns * at_once - 1, turns * at_once)
 
@@ -71,18 +95,21 @@ def _merge_slice(
         # Past the last one it is read again, and not stored.
         safe = [jnp.minimum(place, total - 1) for place in places]
         where = [(lax.div(place, jnp.int32(pieces)), lax.rem(place, jnp.int32(pieces))) for place in safe]
-        merged = _merge_heads(r, first, items, where, form)
+        merged = _merge_heads(part_IHR, lse_IH, first, items, where, form)
         for place, (head, piece), value in zip(places, where, merged, strict=True):
-
-            @pl.when(place < total)
-            def _(head: jax.Array = head, piece: jax.Array = piece, value: jax.Array = value) -> None:
-                r.out_BHR.at[row, head, _columns(piece, form)][...] = value.astype(r.out_BHR.dtype)
+            columns = _columns(piece, form)
+            pl.when(place < total)(lambda head=head, columns=columns, value=value: store(head, columns, value))
 
     lax.fori_loop(0, rounds, some, None)
 
 
 def _merge_heads(
-    r: SimpleNamespace, first: jax.Array, items: jax.Array, where: list[tuple[jax.Array, jax.Array]], form: Form
+    part_IHR: jax.Ref,
+    lse_IH: jax.Ref,
+    first: jax.Array,
+    items: jax.Array,
+    where: list[tuple[jax.Array, jax.Array]],
+    form: Form,
 ) -> list[jax.Array]:
     """The merged columns of some heads, fp32."""
 
@@ -91,17 +118,17 @@ def _merge_heads(
         # Past the last item it is read again, and then weighs nothing.
         read = [first + jnp.minimum(place, items - 1) for place in places]
         loaded = [
-            [plgpu.load(r.part_IHR.at[i, head, _columns(piece, form)], layout=form.layout) for i in read]
+            [plgpu.load(part_IHR.at[i, head, _columns(piece, form)], layout=form.layout) for i in read]
             for head, piece in where
         ]
         sums = [
-            [jnp.where(place < items, r.lse_IH[i, head], NEVER) for place, i in zip(places, read, strict=True)]
+            [jnp.where(place < items, lse_IH[i, head], _NEVER) for place, i in zip(places, read, strict=True)]
             for head, _ in where
         ]
         return tuple(map(_add, states, loaded, sums))
 
     zero = plgpu.layout_cast(jnp.zeros((form.columns,), jnp.float32), form.layout)
-    states = ((zero, jnp.float32(NEVER), jnp.float32(0.0)),) * len(where)
+    states = ((zero, jnp.float32(_NEVER), jnp.float32(0.0)),) * len(where)
     rounds = lax.div(items + (form.items_at_once - 1), jnp.int32(form.items_at_once))
     states = lax.fori_loop(0, rounds, group, states)
     return [acc / total for acc, _, total in states]
