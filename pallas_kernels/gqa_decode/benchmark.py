@@ -75,7 +75,7 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     """Named ways to run the op; `every`: all tunings of the kernel and the XLA form, else only what is chosen."""
     shape = problem.first.shape
     queries = shape[-2] * (shape[1] if len(shape) == 5 else 1)
-    tuning = mosaic_gpu.tuning_for(shape[-1], queries)
+    tuning = mosaic_gpu.choose(shape[0] * shape[-3], shape[-1], queries, device)
     found = {"mosaic_gpu": _step(mosaic_gpu.run, device, tuning=tuning)}
     if every:
         for changes in (
@@ -88,13 +88,10 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
             name = "mosaic_gpu " + " ".join(f"{key}={value}" for key, value in changes.items())
             found[name] = _step(mosaic_gpu.run, device, tuning=replace(tuning, **changes))
         if shape[-1] % 128 == 0:
-            slices = mosaic_gpu.tuning_in_slices(shape[-1], queries)
-            for min_pages in (4, 2, 1):
-                name = f"mosaic_gpu slices min_pages={min_pages}"
-                found[name] = _step(mosaic_gpu.run, device, tuning=replace(slices, min_pages=min_pages))
-            # What the pages in flight and one CTA an SM are worth, without the slices.
-            last = replace(slices, merge="last", min_pages=4)
-            found["mosaic_gpu 128 parts"] = _step(mosaic_gpu.run, device, tuning=last)
+            found["mosaic_gpu slices"] = _step(
+                mosaic_gpu.run, device, tuning=mosaic_gpu.tuning_in_slices(shape[-1], queries)
+            )
+        found["mosaic_gpu last"] = _step(mosaic_gpu.run, device, tuning=mosaic_gpu.tuning_for(shape[-1], queries))
         found["xla"] = _step(xla.run, device)
     return found
 

@@ -16,6 +16,7 @@ from pallas_kernels.split import records, split_pages
 
 _CTA_BYTES, _HALF_SM_BYTES = 232448, 115712  # shared memory of the one CTA of an SM, and of each of two
 _WAITING_PARTS = 128  # one CTA an SM, and a power of two, as mla_decode's
+_SLICED_UNITS = 32  # rows x kv heads; with more, slices were slower (NOTES.md)
 _MOST_PRODUCTS = 8192  # head dimension x queries of a unit: a thread's registers
 
 
@@ -36,6 +37,12 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
     return None
 
 
+def choose(units: int, head_dim: int, queries: int, device: Device) -> Tuning:
+    """units: rows x kv heads. A bucket of few rows may have one live row only, whose latency is what counts."""
+    in_slices = units <= _SLICED_UNITS and head_dim % 128 == 0 and device.sms >= _WAITING_PARTS
+    return tuning_in_slices(head_dim, queries) if in_slices else tuning_for(head_dim, queries)
+
+
 def tuning_for(head_dim: int, queries: int) -> Tuning:
     """As many pages in flight as shared memory holds: of two CTAs an SM, or of one where two are too small."""
     heads = padded(queries)
@@ -47,7 +54,7 @@ def tuning_for(head_dim: int, queries: int) -> Tuning:
 
 
 def tuning_in_slices(head_dim: int, queries: int) -> Tuning:
-    """Where latency counts: one CTA an SM, because parts wait for each other and must all run at once."""
+    """For heads of 128 or 256 where latency counts: one CTA an SM, since parts that wait must all run at once."""
     other_bytes, page_bytes = _shared_bytes(head_dim, padded(queries))
     return Tuning(parts=_WAITING_PARTS, stages=(_CTA_BYTES - other_bytes) // page_bytes, min_pages=2, merge="slices")
 
@@ -79,7 +86,7 @@ def run(
     q_BSNGE = q if q.ndim == 5 else q[:, None]
     B, S, N, G, E = q_BSNGE.shape
     P, _, K, _ = k_PNKE.shape
-    tuning = tuning or tuning_for(E, S * G)
+    tuning = tuning or choose(B * N, E, S * G, device)
     if tuning.merge == "slices" and tuning.parts > device.sms:
         raise ValueError(f"there are {tuning.parts} parts that wait for each other, must be {device.sms} at most.")
     split = split_pages(

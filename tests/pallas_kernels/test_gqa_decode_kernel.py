@@ -173,6 +173,21 @@ def test_more_parts_than_run_at_once_must_not_wait() -> None:
         mosaic_gpu.run(*inputs, scale=1.0, device=smaller, tuning=mosaic_gpu.tuning_in_slices(128, 16))
 
 
+@pytest.mark.parametrize(
+    ("units", "head_dim", "sms", "merge"),
+    [
+        (2, 128, 132, "slices"),
+        (32, 256, 132, "slices"),
+        (33, 128, 132, "last"),
+        (2, 64, 132, "last"),
+        (2, 128, 114, "last"),
+    ],
+)
+def test_few_units_merge_in_slices_where_all_parts_run_at_once(units: int, head_dim: int, sms: int, merge: str) -> None:
+    """Many units keep two CTAs an SM; a smaller GPU could not run all parts that wait."""
+    assert mosaic_gpu.choose(units, head_dim, 16, Device("gpu", "9.0", sms)).merge == merge
+
+
 def test_queries_are_not_padded() -> None:
     """Where a row has one query token, the kernel reads queries as they are: no launch of XLA's before it."""
     q, pool = jax.ShapeDtypeStruct((16, 8, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((32, 8, 64, 128), jnp.bfloat16)
