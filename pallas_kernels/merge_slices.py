@@ -8,6 +8,7 @@ Dimension keys: I items of all rows, H heads (with their query tokens), R column
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 _NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
 
 # A head's running result, its largest sum so far, and the total weight.
-_State = tuple[jax.Array, jax.Array, jax.Array]
+State = tuple[jax.Array, jax.Array, jax.Array]
+_Place = tuple[jax.Array, jax.Array]  # a head and a piece of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +71,22 @@ def merge_slice(
 
         @pl.when(fits)
         def _(form: Form = form) -> None:
-            _merge_slice(part_IHR, lse_IH, store, heads, first, items, turn, turns, form)
+            merge_heads = functools.partial(_merge_heads, part_IHR, lse_IH, first, items, form=form)
+            _merge_slice(merge_heads, store, heads, part_IHR.shape[2], turn, turns, form)
 
         narrower = form.items
 
 
 def _merge_slice(
-    part_IHR: jax.Ref,
-    lse_IH: jax.Ref,
+    merge_heads: Callable[[list[_Place]], list[jax.Array]],
     store: Callable[[jax.Array, Any, jax.Array], None],
     heads: int,
-    first: jax.Array,
-    items: jax.Array,
+    width: int,
     turn: Any,
     turns: Any,
     form: Form,
 ) -> None:
-    pieces = part_IHR.shape[2] // form.columns
+    pieces = width // form.columns
     total = heads * pieces
     at_once = form.heads_at_once
     rounds = lax.div(total - turn + turns * at_once - 1, turns * at_once)
@@ -95,7 +96,7 @@ def _merge_slice(
         # Past the last one it is read again, and not stored.
         safe = [jnp.minimum(place, total - 1) for place in places]
         where = [(lax.div(place, jnp.int32(pieces)), lax.rem(place, jnp.int32(pieces))) for place in safe]
-        merged = _merge_heads(part_IHR, lse_IH, first, items, where, form)
+        merged = merge_heads(where)
         for place, (head, piece), value in zip(places, where, merged, strict=True):
             columns = _columns(piece, form)
             pl.when(place < total)(lambda head=head, columns=columns, value=value: store(head, columns, value))
@@ -108,12 +109,12 @@ def _merge_heads(
     lse_IH: jax.Ref,
     first: jax.Array,
     items: jax.Array,
-    where: list[tuple[jax.Array, jax.Array]],
+    where: list[_Place],
     form: Form,
 ) -> list[jax.Array]:
     """The merged columns of some heads, fp32."""
 
-    def group(index: jax.Array, states: tuple[_State, ...]) -> tuple[_State, ...]:
+    def group(index: jax.Array, states: tuple[State, ...]) -> tuple[State, ...]:
         places = [index * form.items_at_once + i for i in range(form.items_at_once)]
         # Past the last item it is read again, and then weighs nothing.
         read = [first + jnp.minimum(place, items - 1) for place in places]
@@ -125,7 +126,7 @@ def _merge_heads(
             [jnp.where(place < items, lse_IH[i, head], _NEVER) for place, i in zip(places, read, strict=True)]
             for head, _ in where
         ]
-        return tuple(map(_add, states, loaded, sums))
+        return tuple(map(add_items, states, loaded, sums))
 
     zero = plgpu.layout_cast(jnp.zeros((form.columns,), jnp.float32), form.layout)
     states = ((zero, jnp.float32(_NEVER), jnp.float32(0.0)),) * len(where)
@@ -134,7 +135,8 @@ def _merge_heads(
     return [acc / total for acc, _, total in states]
 
 
-def _add(state: _State, values: list[jax.Array], sums: list[jax.Array]) -> _State:
+def add_items(state: State, values: list[jax.Array], sums: list[jax.Array]) -> State:
+    """A head's state with some items added: fp32 values, each divided by its sum of weights, and base-2 sums."""
     acc, top, total = state
     new_top = top
     for one in sums:

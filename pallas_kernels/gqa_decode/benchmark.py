@@ -81,17 +81,17 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
         for changes in (
             {"merge": "kernel"},
             {"align": False},
-            {"min_pages": 2},
-            {"min_pages": 8},
+            {"min_pages": tuning.min_pages // 2},
+            {"min_pages": tuning.min_pages * 2},
             {"stages": tuning.stages - 1},
         ):
             name = "mosaic_gpu " + " ".join(f"{key}={value}" for key, value in changes.items())
             found[name] = _step(mosaic_gpu.run, device, tuning=replace(tuning, **changes))
-        if shape[-1] % 128 == 0:
-            found["mosaic_gpu slices"] = _step(
-                mosaic_gpu.run, device, tuning=mosaic_gpu.tuning_in_slices(shape[-1], queries)
-            )
-        found["mosaic_gpu last"] = _step(mosaic_gpu.run, device, tuning=mosaic_gpu.tuning_for(shape[-1], queries))
+        if tuning.merge == "slices":
+            found["mosaic_gpu last"] = _step(mosaic_gpu.run, device, tuning=mosaic_gpu.tuning_for(shape[-1], queries))
+        elif shape[-1] % 128 == 0:
+            slices = mosaic_gpu.tuning_in_slices(shape[-1], queries)
+            found["mosaic_gpu slices"] = _step(mosaic_gpu.run, device, tuning=slices)
         found["xla"] = _step(xla.run, device)
     return found
 

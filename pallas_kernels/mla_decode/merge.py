@@ -14,13 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.merge_slices import State, add_items
 from pallas_kernels.mla_decode.common import NEVER, RANK, Tuning
 from pallas_kernels.split import Split
 
 _ROW = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
-
-# A head's running result, its largest sum so far, and the total weight.
-_State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def merge(
@@ -35,22 +33,13 @@ def merge(
         part = lax.axis_index("part")
         first, count = first_item_A[part], items_A[part]
 
-        def group(head: jax.Array, width: int, start: jax.Array, state: _State) -> _State:
-            acc, top, total = state
+        def group(head: jax.Array, width: int, start: jax.Array, state: State) -> State:
             places = [start + i for i in range(width)]
             # Past the last item its own result is read again, and then weighs nothing.
             read = [first + jnp.minimum(place, count - 1) for place in places]
             values = [plgpu.load(part_r.at[i, head], layout=_ROW) for i in read]
             sums = [jnp.where(place < count, lse_r[i, head], NEVER) for place, i in zip(places, read, strict=True)]
-            new_top = top
-            for one in sums:
-                new_top = jnp.maximum(new_top, one)
-            keep = jnp.exp2(top - new_top)
-            acc, total = acc * keep, total * keep
-            for value, one in zip(values, sums, strict=True):
-                weight = jnp.exp2(one - new_top)
-                acc, total = acc + value * weight, total + weight
-            return acc, new_top, total
+            return add_items(state, values, sums)
 
         def merge_head(head: jax.Array, width: int) -> None:
             state = (plgpu.layout_cast(jnp.zeros((RANK,), jnp.float32), _ROW), jnp.float32(NEVER), jnp.float32(0.0))
