@@ -30,3 +30,9 @@ def default_compile_cache() -> str:
 def reserves_memory() -> bool:
     """Whether JAX takes its whole share of the GPU's memory at its first allocation."""
     return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
+
+
+def compiler_settings() -> list[tuple[str, str]]:
+    """The variables that change what XLA and the kernel compiler make of a program; the order of flags counts."""
+    prefixes = ("XLA_FLAGS", "MOSAIC_", "TF_XLA", "NVIDIA_TF32_OVERRIDE")
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(prefixes))

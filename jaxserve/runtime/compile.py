@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,13 +73,36 @@ def drop_damaged_entries(folder: Path | None) -> Iterator[None]:
 
 
 def compile_all[Key](
-    lowerings: dict[Key, Callable[[], jax.stages.Lowered]], threads: int, done: Callable[[Key, int, int], None]
+    lowerings: dict[Key, Callable[[], jax.stages.Lowered]],
+    threads: int,
+    done: Callable[[Key, int, int], None],
+    keep: Callable[[Key, jax.stages.Compiled, bool], None] = lambda key, program, fresh: None,
 ) -> dict[Key, jax.stages.Compiled]:
-    """Lower in order, compile in threads; `done(key, finished, total)` is called as each one is ready."""
+    """Lower in order, compile in threads; `done(key, finished, total)` is called as each one is ready.
+
+    `keep(key, program, fresh)` is called in the thread that compiled it; `fresh`: from no cache.
+    """
     compiled: dict[Key, jax.stages.Compiled] = {}
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        futures = {key: pool.submit(lower().compile) for key, lower in lowerings.items()}
-        for key, future in futures.items():
-            compiled[key] = future.result()
-            done(key, len(compiled), len(futures))
+    events: dict[int, set[str]] = {}  # of each thread's last program; JAX tells them in the thread itself
+
+    def note(event: str, *_: object, **__: object) -> None:
+        events.setdefault(threading.get_ident(), set()).update({event} & {COMPILE_EVENT, CACHE_HIT_EVENT})
+
+    def finish(key: Key, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        events[threading.get_ident()] = set()
+        program = lowered.compile()
+        keep(key, program, events[threading.get_ident()] == {COMPILE_EVENT})
+        return program
+
+    monitoring.register_event_listener(note)
+    monitoring.register_event_duration_secs_listener(note)
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+            futures = {key: pool.submit(finish, key, lower()) for key, lower in lowerings.items()}
+            for key, future in futures.items():
+                compiled[key] = future.result()
+                done(key, len(compiled), len(futures))
+    finally:
+        monitoring.unregister_event_listener(note)
+        monitoring.unregister_event_duration_listener(note)
     return compiled

@@ -169,10 +169,16 @@ class StepRunner:
 
     def close(self) -> None:
         """Free the device memory at once."""
-        self.counter.close()
-        for leaf in jax.tree.leaves((self.leaves, self.state)):
+        self.drop_state()
+        for leaf in self.leaves:
             leaf.delete()
         self.leaves = []
+
+    def drop_state(self) -> None:
+        """Free the state's memory; the weights stay for another runner."""
+        self.counter.close()
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
 
     def _install_plain(self, rows_ZIW: np.ndarray) -> None:
         rows = jax.device_put(rows_ZIW, self.by_lane)

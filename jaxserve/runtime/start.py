@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +17,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import environment
-from jaxserve.batch import Bucket, Layout, Program, Shape
+from jaxserve.batch import Bucket, Program, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
-from jaxserve.mesh import Placement, make_mesh, sharding
+from jaxserve.mesh import Placement, make_mesh
 from jaxserve.models.decoder import SplitDecoder, split_decoder
 from jaxserve.models.spec import ModelSpec
-from jaxserve.runtime.compile import compile_all, drop_damaged_entries, use_compile_cache
+from jaxserve.runtime.compile import drop_damaged_entries, use_compile_cache
+from jaxserve.runtime.lower import largest_first, lower_installs, lower_step, name_of
 from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
 from jaxserve.runtime.runner import Programs, StepRunner
-from jaxserve.runtime.state import (
-    INSTALL_ROWS,
-    PLAIN_WORDS,
-    State,
-    install_plain,
-    install_wide,
-    make_state,
-    state_bytes,
-    state_shapes,
-    wide_row_shapes,
-)
-from jaxserve.runtime.step import BY_LANE, StepOptions, make_step, on_mesh, specs_of
+from jaxserve.runtime.saved import Pool, Shelf, load_or_compile, open_shelf
+from jaxserve.runtime.state import State, make_state, state_bytes, state_shapes
+from jaxserve.runtime.step import StepOptions
 from jaxserve.runtime.weights import Load, load_weights, random_weights
 from pallas_kernels.device import device_of
 
@@ -103,7 +93,7 @@ def start_runner(
 
     def lap(name: str) -> None:
         nonlocal began_s
-        times_s[name], began_s = clock() - began_s, clock()
+        times_s[name], began_s = times_s.get(name, 0.0) + clock() - began_s, clock()
 
     devices = devices_for(config)
     mesh = make_mesh(devices, *config.runtime.mesh_sizes)
@@ -119,18 +109,37 @@ def start_runner(
     lap("weights")
     folder = compile_cache_folder(config)
     use_compile_cache(folder)
-    with drop_damaged_entries(folder):
-        compiled = compile_fitting(
-            spec, split, config, largest_first(buckets), mesh, vocab_size, free_before_bytes, progress
-        )
-    lap("compile")
-    state = make_state(compiled.shapes, cache_fill)
-    runner = StepRunner(leaves, state, compiled.shapes, compiled.programs, compiled.options, mesh, spec.vocab_size)
-    lap("cache")
-    progress("warming up")
-    runner.warm_up()
+    for _ in range(2):
+        with drop_damaged_entries(folder):
+            compiled = compile_fitting(
+                spec, split, config, largest_first(buckets), mesh, vocab_size, free_before_bytes, progress
+            )
+        lap("compile")
+        state = make_state(compiled.shapes, cache_fill)
+        runner = StepRunner(leaves, state, compiled.shapes, compiled.programs, compiled.options, mesh, spec.vocab_size)
+        lap("cache")
+        progress("warming up")
+        if warmed_up(runner, compiled):
+            break
     lap("warm-up")
     return Started(runner, compiled.options.shape, times_s)
+
+
+def warmed_up(runner: StepRunner, compiled: Compiled) -> bool:
+    """Warm up. False where programs from the shelf fail, which are then deleted: they are to be compiled anew.
+
+    A program that loads may still miss a part, which shows when it runs.
+    """
+    try:
+        runner.warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        if not compiled.loaded:
+            raise
+        log.warning("the programs of an earlier start do not run, all are compiled anew: %s", error)
+        compiled.shelf.drop(compiled.loaded)
+        runner.drop_state()
+        return False
+    return True
 
 
 def check_weights_fit(split: SplitDecoder, limit_bytes: int, config: Config) -> None:
@@ -155,6 +164,8 @@ class Compiled:
     programs: Programs
     shapes: State
     options: StepOptions
+    shelf: Shelf
+    loaded: set[str]  # names of those that came from the shelf
 
 
 def compile_fitting(
@@ -167,57 +178,72 @@ def compile_fitting(
     limit_bytes: int,
     progress: Progress,
 ) -> Compiled:
-    """Size the pool and compile everything.
+    """Size the pool and load or compile everything.
 
     The programs' shapes hold the pool's size, and the pool's size depends on the workspace of the largest program: it
-    is compiled alone first with an estimate, and again only if the estimate was too low.
+    is compiled alone first with an estimate, and again only if the estimate was too low. A start whose programs are on
+    the shelf takes the pool that they were made for.
     """
     device = mesh.devices.flat[0]
     dtype = jnp.dtype(config.model.dtype)
-    workspace_bytes = estimate_workspace_bytes(spec, config)
+    engine_shelf = open_programs(spec, split, config, mesh, vocab_size)
+    known = engine_shelf.load_pool()
+    workspace_bytes = known.workspace_bytes if known else estimate_workspace_bytes(spec, config)
     for _ in range(3):
         request = pool_request(spec, config, dtype, split.placement)
         num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
+        if known:
+            num_pages = known.pages_for(num_pages)
         shape = make_shape(config, num_pages, vocab_size)
         options = StepOptions(shape, device_of(device), config.runtime.attention)
         shapes = state_shapes(spec, shape, dtype, mesh)
-        progress(f"compiling {buckets[0].program.value} {buckets[0].rows} (the largest program)")
-        largest = lower_step(split, buckets[0], options, shapes, mesh)().compile()
-        needed_bytes = largest.memory_analysis().temp_size_in_bytes if largest.memory_analysis() else 0
+        shelf = engine_shelf.about(options, placed_shapes(shapes))
+        largest = {name_of(buckets[0]): lower_step(split, buckets[0], options, shapes, mesh)}
+        programs, loaded = load_or_compile(shelf, largest, 1, progress)
+        usage = next(iter(programs.values())).memory_analysis()
+        needed_bytes = usage.temp_size_in_bytes if usage else 0
         if needed_bytes <= workspace_bytes or config.runtime.device == "cpu":
             break
         log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
         workspace_bytes = int(needed_bytes * 1.1)
-    lowerings = {bucket: lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
-    if device.platform != "cpu":
+    engine_shelf.save_pool(Pool(shape.num_pages, workspace_bytes))
+    log_pool(request, shape, workspace_bytes, spec)
+    rest = lower_rest(spec, split, buckets, options, shapes, mesh)
+    others, also_loaded = load_or_compile(shelf, rest, max(1, min(8, os.cpu_count() or 1)), progress)
+    programs |= others
+    steps = {bucket: programs[name_of(bucket)] for bucket in buckets}
+    plain = {bucket: programs[name] for bucket in buckets if (name := name_of(bucket, plain=True)) in programs}
+    everything = Programs(steps, plain, programs["install_plain"], programs["install_wide"])
+    return Compiled(everything, shapes, options, shelf, loaded | also_loaded)
+
+
+def lower_rest(
+    spec: ModelSpec, split: SplitDecoder, buckets: Sequence[Bucket], options: StepOptions, shapes: State, mesh: Mesh
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """All programs but the first bucket's, which is there by then."""
+    lowerings = {name_of(bucket): lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
+    if options.device.platform != "cpu":
         lowerings |= {
-            (bucket, "plain"): lower_step(split, bucket, options, shapes, mesh, plain=True)
+            name_of(bucket, plain=True): lower_step(split, bucket, options, shapes, mesh, plain=True)
             for bucket in buckets
             if bucket.program is not Program.SCORED
         }
-    lowerings |= lower_installs(shapes, shape.lanes, spec.vocab_size, mesh)
-    compiled = compile_all(
-        lowerings,
-        threads=max(1, min(8, os.cpu_count() or 1)),
-        done=lambda key, n, total: progress(f"compiled {name_of(key)} ({n} of {total})"),
-    )
-    steps = {bucket: largest if bucket is buckets[0] else compiled[bucket] for bucket in buckets}
-    plain = {bucket: compiled[bucket, "plain"] for bucket in buckets if (bucket, "plain") in compiled}
-    log_pool(request, shape, workspace_bytes, spec)
-    return Compiled(Programs(steps, plain, compiled["install_plain"], compiled["install_wide"]), shapes, options)
+    return lowerings | lower_installs(shapes, options.shape.lanes, spec.vocab_size, mesh)
 
 
-def largest_first(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """A fixed order: the widest mixed program first, since its workspace decides the pool."""
-    return sorted(buckets, key=lambda bucket: (bucket.program is not Program.MIXED, -bucket.rows, bucket.program.value))
+def open_programs(spec: ModelSpec, split: SplitDecoder, config: Config, mesh: Mesh, vocab_size: int) -> Shelf:
+    """The shelf of this engine's programs, whatever its pool's size comes to."""
+    folder = compile_cache_folder(config)
+    shelf = open_shelf(folder / "programs" if folder else None, list(mesh.devices.flat))
+    runtime = replace(config.runtime, compile_cache_dir=None)  # the same programs wherever they lie
+    sizes = (config.model.dtype, config.model.max_model_len, config.cache, config.schedule, runtime, vocab_size)
+    return shelf.about(spec, sizes, placed_shapes(split.leaves))
 
 
-def name_of(key: Bucket | str | tuple[Bucket, str]) -> str:
-    """How progress lines call a program."""
-    if isinstance(key, str):
-        return key
-    bucket, kind = key if isinstance(key, tuple) else (key, "")
-    return f"{bucket.program.value} {bucket.rows} {kind}".rstrip()
+def placed_shapes(tree: object) -> tuple[str, list[str]]:
+    """A tree of ShapeDtypeStructs in words: its structure, and what each leaf is and where."""
+    leaves, structure = jax.tree.flatten(tree)
+    return str(structure), [f"{leaf.dtype} {leaf.shape} {leaf.sharding}" for leaf in leaves]
 
 
 def make_shape(config: Config, num_pages: int, vocab_size: int) -> Shape:
@@ -311,48 +337,6 @@ def reserved_bytes(stats: dict[str, int], reserves: bool) -> int:
             "lower the share, or end the other process"
         )
     return limit_bytes
-
-
-def lower_step(
-    split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh, plain: bool = False
-) -> Callable[[], jax.stages.Lowered]:
-    """A function that lowers the bucket's step; every placement is fixed here, so warm-up and serving agree."""
-    by_lane = sharding(mesh, "data")
-    words = Layout(bucket, options.shape).words
-    vector = jax.ShapeDtypeStruct((options.shape.lanes, words), jnp.int32, sharding=by_lane)
-    leaves, places = list(split.leaves), jax.tree.map(lambda leaf: leaf.sharding, shapes)
-    step = on_mesh(
-        make_step(split, bucket, options, plain),
-        mesh,
-        in_specs=(specs_of(leaves), specs_of(shapes), BY_LANE),
-        out_specs=(specs_of(shapes), BY_LANE),
-    )
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(places, by_lane))
-    return lambda: jitted.lower(leaves, shapes, vector)
-
-
-def lower_installs(
-    shapes: State, lanes: int, vocab_rows: int, mesh: Mesh
-) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """The two programs that fill slots."""
-    everywhere, by_lane = sharding(mesh), sharding(mesh, "data")
-    rows = jax.ShapeDtypeStruct((lanes, INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=by_lane)
-    wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(lanes, vocab_rows))
-    wide = replace(wide, slot_Z=replace_sharding(wide.slot_Z, by_lane))
-    places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
-    programs = {"install_plain": (install_plain, rows), "install_wide": (install_wide, wide)}
-
-    def lower(function: Callable, argument: Any) -> jax.stages.Lowered:
-        specs = specs_of(shapes.slots)
-        mapped = on_mesh(function, mesh, in_specs=(specs, specs_of(argument)), out_specs=specs)
-        return jax.jit(mapped, donate_argnums=0, out_shardings=places).lower(shapes.slots, argument)
-
-    return {name: functools.partial(lower, *program) for name, program in programs.items()}
-
-
-def replace_sharding(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """The same shape and dtype, placed there."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 def compile_cache_folder(config: Config) -> Path | None:

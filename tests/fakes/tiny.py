@@ -59,6 +59,7 @@ class TinyServer:
         cache_fill: float = float("nan"),
         checkpoint: Path | None = None,
         mesh: tuple[int, int, int] = (1, 1, 1),
+        compile_cache: Path | None = None,
         **config: Any,
     ) -> None:
         """Random weights of CONFIG with `config` changed, or a checkpoint; `mesh`: tensor, expert, data."""
@@ -72,7 +73,7 @@ class TinyServer:
             schedule=ScheduleConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
             runtime=RuntimeConfig(
                 device="cpu",
-                compile_cache_dir="",
+                compile_cache_dir=str(compile_cache or ""),
                 decode_buckets=(2, seqs),
                 mixed_buckets=(budget,),
                 tensor_parallel_size=tensor,
