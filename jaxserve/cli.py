@@ -82,6 +82,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True)
         flag(f"--{name}-parallel-size", type=int, default=1, help=f"devices that {what}")
     flag("--attention", default=runtime.attention, help="force an implementation; see `jaxserve explain`")
     flag("--compile-cache-dir", help='where compiled programs are kept; "" turns it off')
+    flag("--lower-processes", type=int, help="that help a cold start; 0: none (default: by the host's cores)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 

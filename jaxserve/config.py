@@ -57,6 +57,7 @@ class RuntimeConfig:
     decode_buckets: tuple[int, ...] = ()  # batch sizes; empty: chosen from max_num_seqs
     mixed_buckets: tuple[int, ...] = ()  # token counts; empty: chosen from max_num_batched_tokens
     max_logprobs: int = 20
+    lower_processes: int | None = None  # that lower programs at a cold start; 0: this one; None: by the host's cores
 
     @property
     def mesh_sizes(self) -> tuple[int, int, int]:
@@ -157,6 +158,12 @@ def check_ranges(config: Config) -> None:
             for name, size in zip(("tensor", "expert", "data"), runtime.mesh_sizes, strict=True)
         ),
         ("--device", runtime.device, runtime.device in ("auto", "cpu", "cuda"), "auto, cpu, cuda"),
+        (
+            "--lower-processes",
+            runtime.lower_processes,
+            runtime.lower_processes is None or runtime.lower_processes >= 0,
+            "at least 0",
+        ),
         ("--port", config.server.port, 0 <= config.server.port < 65536, "0 to 65535"),
     ]
     for flag, given, good, allowed in checks:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 XLA_FLAGS: tuple[str, ...] = ()  # measured ones only; see jaxserve/runtime/NOTES.md
+HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 def prepare(device: str, gpu_memory_utilization: float) -> None:
@@ -36,3 +37,18 @@ def compiler_settings() -> list[tuple[str, str]]:
     """The variables that change what XLA and the kernel compiler make of a program; the order of flags counts."""
     prefixes = ("XLA_FLAGS", "MOSAIC_", "TF_XLA", "NVIDIA_TF32_OVERRIDE")
     return sorted((name, value) for name, value in os.environ.items() if name.startswith(prefixes))
+
+
+def worker_variables(num_devices: int, import_folders: list[str]) -> dict[str, str]:
+    """The environment of a process that lowers programs for another one: `num_devices` CPU devices and no GPU.
+
+    `import_folders`: where it looks for modules, in order.
+    """
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(HOST_DEVICES_FLAG)]
+    return os.environ | {
+        "XLA_FLAGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "CUDA_VISIBLE_DEVICES": "",  # it must not take any of the GPU's memory
+        "PYTHONPATH": os.pathsep.join(import_folders),
+    }

@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int  # ranks that each have sequences and cache of their own
     attention: str  # a forced kernel implementation; see `jaxserve explain`
     compile_cache_dir: str  # "": none
+    lower_processes: int | None  # processes that lower programs at a cold start; 0: none; None: by the host's cores
 
 
 PLACES: dict[str, tuple[str, str]] = {
@@ -53,6 +54,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "data_parallel_size": ("runtime", "data_parallel_size"),
     "attention": ("runtime", "attention"),
     "compile_cache_dir": ("runtime", "compile_cache_dir"),
+    "lower_processes": ("runtime", "lower_processes"),
     "host": ("server", "host"),
     "port": ("server", "port"),
     "metrics_port": ("server", "metrics_port"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,10 +27,29 @@ def name_of(bucket: Bucket, plain: bool = False) -> str:
     return f"{bucket.program.value} {bucket.rows}{' plain' if plain else ''}"
 
 
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """A program that is yet to be lowered; calling it lowers it here. Every placement is fixed, so that all agree."""
+
+    function: Callable
+    arguments: tuple  # trees of ShapeDtypeStructs with shardings
+    donated: int  # which argument
+    places: Any  # of the results: a tree of shardings, or a prefix of one
+
+    def __call__(self) -> jax.stages.Lowered:
+        """Trace and lower in this process."""
+        return self.lower_as(self.function)
+
+    def lower_as(self, function: Callable) -> jax.stages.Lowered:
+        """Lower another function that computes the same in this one's place."""
+        jitted = jax.jit(function, donate_argnums=self.donated, out_shardings=self.places)
+        return jitted.lower(*self.arguments)
+
+
 def lower_step(
     split: SplitDecoder, bucket: Bucket, options: StepOptions, shapes: State, mesh: Mesh, plain: bool = False
-) -> Callable[[], jax.stages.Lowered]:
-    """A function that lowers the bucket's step; every placement is fixed here, so warm-up and serving agree."""
+) -> Lowering:
+    """The bucket's step."""
     by_lane = sharding(mesh, "data")
     words = Layout(bucket, options.shape).words
     vector = jax.ShapeDtypeStruct((options.shape.lanes, words), jnp.int32, sharding=by_lane)
@@ -42,27 +60,37 @@ def lower_step(
         in_specs=(specs_of(leaves), specs_of(shapes), BY_LANE),
         out_specs=(specs_of(shapes), BY_LANE),
     )
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(places, by_lane))
-    return lambda: jitted.lower(leaves, shapes, vector)
+    return Lowering(step, (leaves, shapes, vector), donated=1, places=(places, by_lane))
 
 
-def lower_installs(
-    shapes: State, lanes: int, vocab_rows: int, mesh: Mesh
-) -> dict[str, Callable[[], jax.stages.Lowered]]:
+def lower_steps(
+    split: SplitDecoder, buckets: Sequence[Bucket], options: StepOptions, shapes: State, mesh: Mesh
+) -> dict[str, Lowering]:
+    """Every bucket's step by name in the order of the buckets, then the plain forms, which are a GPU's only."""
+    steps = {name_of(bucket): lower_step(split, bucket, options, shapes, mesh) for bucket in buckets}
+    if options.device.platform != "cpu":
+        steps |= {
+            name_of(bucket, plain=True): lower_step(split, bucket, options, shapes, mesh, plain=True)
+            for bucket in buckets
+            if bucket.program is not Program.SCORED
+        }
+    return steps
+
+
+def lower_installs(shapes: State, lanes: int, vocab_rows: int, mesh: Mesh) -> dict[str, Lowering]:
     """The two programs that fill slots."""
     everywhere, by_lane = sharding(mesh), sharding(mesh, "data")
     rows = jax.ShapeDtypeStruct((lanes, INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=by_lane)
     wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(lanes, vocab_rows))
     wide = replace(wide, slot_Z=replace_sharding(wide.slot_Z, by_lane))
     places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
-    programs = {"install_plain": (install_plain, rows), "install_wide": (install_wide, wide)}
 
-    def lower(function: Callable, argument: Any) -> jax.stages.Lowered:
+    def lowering(function: Callable, argument: Any) -> Lowering:
         specs = specs_of(shapes.slots)
         mapped = on_mesh(function, mesh, in_specs=(specs, specs_of(argument)), out_specs=specs)
-        return jax.jit(mapped, donate_argnums=0, out_shardings=places).lower(shapes.slots, argument)
+        return Lowering(mapped, (shapes.slots, argument), donated=0, places=places)
 
-    return {name: functools.partial(lower, *program) for name, program in programs.items()}
+    return {"install_plain": lowering(install_plain, rows), "install_wide": lowering(install_wide, wide)}
 
 
 def replace_sharding(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -91,6 +91,11 @@ class Shelf:
             os.utime(path)  # it was used: see `drop_oldest`
         return loaded
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a file for it, usable or not."""
+        path = self._path(name, "program")
+        return path is not None and path.exists()
+
     def save(self, name: str, program: jax.stages.Compiled, fresh: bool) -> None:
         """Keep a program; one that cannot be kept is logged, and compiled anew at the next start.
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,14 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import environment
-from jaxserve.batch import Bucket, Program, Shape
+from jaxserve.batch import Bucket, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
 from jaxserve.mesh import Placement, make_mesh
 from jaxserve.models.decoder import SplitDecoder, split_decoder
 from jaxserve.models.spec import ModelSpec
+from jaxserve.runtime.apart import Job, lower_apart, settings_now, worker_count
 from jaxserve.runtime.compile import drop_damaged_entries, use_compile_cache
-from jaxserve.runtime.lower import largest_first, lower_installs, lower_step, name_of
+from jaxserve.runtime.lower import largest_first, lower_installs, lower_steps, name_of
 from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
 from jaxserve.runtime.runner import Programs, StepRunner
 from jaxserve.runtime.saved import Pool, Shelf, load_or_compile, open_shelf
@@ -184,32 +185,33 @@ def compile_fitting(
     is compiled alone first with an estimate, and again only if the estimate was too low. A start whose programs are on
     the shelf takes the pool that they were made for.
     """
-    device = mesh.devices.flat[0]
     dtype = jnp.dtype(config.model.dtype)
     engine_shelf = open_programs(spec, split, config, mesh, vocab_size)
     known = engine_shelf.load_pool()
     workspace_bytes = known.workspace_bytes if known else estimate_workspace_bytes(spec, config)
-    for _ in range(3):
-        request = pool_request(spec, config, dtype, split.placement)
-        num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
-        if known:
-            num_pages = known.pages_for(num_pages)
-        shape = make_shape(config, num_pages, vocab_size)
-        options = StepOptions(shape, device_of(device), config.runtime.attention)
-        shapes = state_shapes(spec, shape, dtype, mesh)
-        shelf = engine_shelf.about(options, placed_shapes(shapes))
-        largest = {name_of(buckets[0]): lower_step(split, buckets[0], options, shapes, mesh)}
-        programs, loaded = load_or_compile(shelf, largest, 1, progress)
-        usage = next(iter(programs.values())).memory_analysis()
-        needed_bytes = usage.temp_size_in_bytes if usage else 0
-        if needed_bytes <= workspace_bytes or config.runtime.device == "cpu":
-            break
-        log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
-        workspace_bytes = int(needed_bytes * 1.1)
-    engine_shelf.save_pool(Pool(shape.num_pages, workspace_bytes))
-    log_pool(request, shape, workspace_bytes, spec)
-    rest = lower_rest(spec, split, buckets, options, shapes, mesh)
-    others, also_loaded = load_or_compile(shelf, rest, max(1, min(8, os.cpu_count() or 1)), progress)
+    first, threads = name_of(buckets[0]), max(1, min(8, os.cpu_count() or 1))
+    with ExitStack() as workers:
+        for _ in range(3):
+            request = pool_request(spec, config, dtype, split.placement)
+            num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
+            if known:
+                num_pages = known.pages_for(num_pages)
+            shape = make_shape(config, num_pages, vocab_size)
+            options = StepOptions(shape, device_of(mesh.devices.flat[0]), config.runtime.attention)
+            shapes = state_shapes(spec, shape, dtype, mesh)
+            shelf = engine_shelf.about(options, placed_shapes(shapes))
+            workers.close()  # those of a smaller estimate
+            rest = lower_all(spec, split, config, buckets, options, shapes, mesh, shelf, workers)
+            programs, loaded = load_or_compile(shelf, {first: rest.pop(first)}, 1, progress)
+            usage = programs[first].memory_analysis()
+            needed_bytes = usage.temp_size_in_bytes if usage else 0
+            if needed_bytes <= workspace_bytes or config.runtime.device == "cpu":
+                break
+            log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
+            workspace_bytes = int(needed_bytes * 1.1)
+        engine_shelf.save_pool(Pool(shape.num_pages, workspace_bytes))
+        log_pool(request, shape, workspace_bytes, spec)
+        others, also_loaded = load_or_compile(shelf, rest, threads, progress)
     programs |= others
     steps = {bucket: programs[name_of(bucket)] for bucket in buckets}
     plain = {bucket: programs[name] for bucket in buckets if (name := name_of(bucket, plain=True)) in programs}
@@ -217,25 +219,32 @@ def compile_fitting(
     return Compiled(everything, shapes, options, shelf, loaded | also_loaded)
 
 
-def lower_rest(
-    spec: ModelSpec, split: SplitDecoder, buckets: Sequence[Bucket], options: StepOptions, shapes: State, mesh: Mesh
+def lower_all(
+    spec: ModelSpec,
+    split: SplitDecoder,
+    config: Config,
+    buckets: Sequence[Bucket],
+    options: StepOptions,
+    shapes: State,
+    mesh: Mesh,
+    shelf: Shelf,
+    workers: ExitStack,
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """All programs but the first bucket's, which is there by then."""
-    lowerings = {name_of(bucket): lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
-    if options.device.platform != "cpu":
-        lowerings |= {
-            name_of(bucket, plain=True): lower_step(split, bucket, options, shapes, mesh, plain=True)
-            for bucket in buckets
-            if bucket.program is not Program.SCORED
-        }
-    return lowerings | lower_installs(shapes, options.shape.lanes, spec.vocab_size, mesh)
+    """All programs by name, the first bucket's first. `workers` is left with the processes that lower the missing."""
+    steps = lower_steps(split, buckets, options, shapes, mesh)
+    missing = tuple(name for name in steps if not shelf.holds(name))
+    count = worker_count(config.runtime.lower_processes, options.device, os.cpu_count() or 1, len(missing))
+    sizes, devices = config.runtime.mesh_sizes, jax.device_count()
+    job = Job(spec, config.model.dtype, sizes, devices, tuple(buckets), options, settings_now(), missing)
+    apart = workers.enter_context(lower_apart({name: steps[name] for name in missing}, job, count))
+    return steps | apart | lower_installs(shapes, options.shape.lanes, spec.vocab_size, mesh)
 
 
 def open_programs(spec: ModelSpec, split: SplitDecoder, config: Config, mesh: Mesh, vocab_size: int) -> Shelf:
     """The shelf of this engine's programs, whatever its pool's size comes to."""
     folder = compile_cache_folder(config)
     shelf = open_shelf(folder / "programs" if folder else None, list(mesh.devices.flat))
-    runtime = replace(config.runtime, compile_cache_dir=None)  # the same programs wherever they lie
+    runtime = replace(config.runtime, compile_cache_dir=None, lower_processes=None)  # the same programs
     sizes = (config.model.dtype, config.model.max_model_len, config.cache, config.schedule, runtime, vocab_size)
     return shelf.about(spec, sizes, placed_shapes(split.leaves))
 

@@ -60,6 +60,7 @@ class TinyServer:
         checkpoint: Path | None = None,
         mesh: tuple[int, int, int] = (1, 1, 1),
         compile_cache: Path | None = None,
+        lower_processes: int | None = None,
         **config: Any,
     ) -> None:
         """Random weights of CONFIG with `config` changed, or a checkpoint; `mesh`: tensor, expert, data."""
@@ -79,6 +80,7 @@ class TinyServer:
                 tensor_parallel_size=tensor,
                 expert_parallel_size=expert,
                 data_parallel_size=data,
+                lower_processes=lower_processes,
             ),
         )
         self.config, _ = resolve(wanted, DeviceFacts("cpu", "cpu", 8, self.spec.max_len, "float32"))
