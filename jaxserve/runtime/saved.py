@@ -162,6 +162,8 @@ def load_or_compile(
     missing = {name: lower for name, lower in lowerings.items() if name not in loaded}
     if loaded:
         progress(f"loaded {len(loaded)} of {len(lowerings)} programs that an earlier start compiled")
+    if missing:  # said before: the first may take a minute
+        progress(f"compiling {next(iter(missing))}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}")
     compiled = compile_all(
         missing, threads, lambda name, n, total: progress(f"compiled {name} ({n} of {total})"), shelf.save
     )

@@ -46,7 +46,7 @@ _SCALE = 192**-0.5
 _FEW = (
     {"fused": False},
     {"parts": 132},
-    {"min_pages": 1},
+    {"min_pages": 2},
 )
 _MANY = (
     {"multicast": False},

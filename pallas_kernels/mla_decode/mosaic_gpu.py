@@ -42,7 +42,7 @@ def why_not(shapes: MlaDecodeShapes, device: Device) -> str | None:
 def tuning_for(queries: int) -> Tuning:
     """About one CTA an SM. queries: heads x query tokens of a row; more leave less shared memory for the ring."""
     if queries <= FEW_QUERIES:
-        return Tuning(parts=_PARTS, slots=7 if queries <= 24 else 6)
+        return Tuning(parts=_PARTS, min_pages=1, slots=7 if queries <= 24 else 6)
     blocks = -(-queries // BLOCK_QUERIES)
     return Tuning(parts=_PARTS // blocks, multicast=blocks % 2 == 0)
 
