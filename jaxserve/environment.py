@@ -22,6 +22,41 @@ def prepare(device: str, gpu_memory_utilization: float) -> None:
     os.environ["XLA_FLAGS"] = " ".join((*os.environ.get("XLA_FLAGS", "").split(), *XLA_FLAGS))
 
 
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), member: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process can keep busy: those that it may run on, or fewer where its cgroups limit its time.
+
+    `cgroups`: where they are mounted; `member`: the file that says which of them this process is in.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cores, *cpu_limits(cgroups, member)])))
+
+
+def cpu_limits(cgroups: Path, member: Path) -> list[float]:
+    """In cores, one for each cgroup above this process that has a limit, of version 2 or 1."""
+    limits = []
+    for line in read_or_empty(member).splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / "cpu" if controllers else cgroups
+        folder = root / place.lstrip("/")
+        for level in (folder, *(parent for parent in folder.parents if parent.is_relative_to(root))):
+            one_line = read_or_empty(level / "cpu.max")
+            two_files = f"{read_or_empty(level / 'cpu.cfs_quota_us')} {read_or_empty(level / 'cpu.cfs_period_us')}"
+            match (one_line or two_files).split():
+                case [quota, period] if quota.isdecimal() and period.isdecimal():  # else "max" or -1: no limit
+                    limits.append(int(quota) / int(period))
+    return limits
+
+
+def read_or_empty(path: Path) -> str:
+    """A file's text; empty where there is none to read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def default_compile_cache() -> str:
     """The folder that compiled programs are kept in unless a flag names another."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

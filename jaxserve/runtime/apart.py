@@ -5,7 +5,8 @@ each program as `jax.export` gives it: StableHLO and the trees around it. This p
 of its own, which takes milliseconds to lower and has the same donations and placements.
 
 Workers are started by command and not by `multiprocessing`, which would run a user's script again. What a worker does
-not bring is lowered here. A worker ends when its standard input does, so also when this process is killed.
+not bring is lowered here. A worker ends when its standard input does, so also when this process is killed; one that
+does not answer in time is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -97,18 +99,20 @@ def lower_apart(
 ) -> Iterator[dict[str, Callable[[], jax.stages.Lowered]]]:
     """The same programs, which `count` processes lower from now on: calling one waits for it. 0: unchanged.
 
-    A program that no worker brings is lowered here when it is called, with a warning. The processes end with the block.
+    A program that no worker brings is lowered here when it is called, with one warning for all such programs. The
+    processes end with the block.
     """
     if not count:
         yield dict(lowerings)
         return
     answers: dict[str, Future[dict[str, Any]]] = {name: Future() for name in lowerings}
+    levels = chain((logging.WARNING,), repeat(logging.DEBUG))
     workers = []
     try:
         for index in range(count):
             own = dataclasses.replace(job, names=names_of_worker(job.names, index, count))
             workers.append(Worker(own, {name: answers[name] for name in own.names}))
-        yield {name: Awaited(name, lowering, answers[name]) for name, lowering in lowerings.items()}
+        yield {name: Awaited(name, lowering, answers[name], levels) for name, lowering in lowerings.items()}
     finally:
         for worker in workers:
             worker.close()
@@ -121,6 +125,7 @@ class Awaited:
     name: str
     lowering: Lowering
     answer: Future[dict[str, Any]]
+    levels: Iterator[int]  # what to log failures at, the same for all programs: the first one warns
 
     def __call__(self) -> jax.stages.Lowered:
         """Wait for the worker's module and lower a call of it; lower the program itself where that fails."""
@@ -128,7 +133,13 @@ class Awaited:
             exported = export.Exported(**self.answer.result())
             return self.lowering.lower_as(named_call(exported))
         except Exception as error:  # the worker's, or what JAX raises at a module that it does not take
-            log.warning("%s: no worker lowered it, so this process does: %s", self.name, error)
+            log.log(
+                next(self.levels),
+                "lowering in worker processes failed, so this process lowers what is missing, which takes longer: "
+                "%s: %s",
+                self.name,
+                error,
+            )
             return self.lowering()
 
 
@@ -162,8 +173,9 @@ class Worker:
             return
         assert self.process.stdin and self.process.stdout
         try:
-            pickle.dump(self.job, self.process.stdin)
-            self.process.stdin.flush()  # not closed: its end tells the worker that this process is gone
+            with time_limit(self.process):
+                pickle.dump(self.job, self.process.stdin)
+                self.process.stdin.flush()  # not closed: its end tells the worker that this process is gone
             for name in self.job.names:
                 with time_limit(self.process):
                     sent, answer = pickle.load(self.process.stdout)

@@ -1,9 +1,9 @@
 """Compiling the step programs: the on-disk cache, lowering in a fixed order, and counting what compiles when.
 
 jax facts that shape this file: a kernel's serialised bytes hold a process-wide counter, so programs are lowered one
-after the other in a fixed order (else cache keys change from run to run) and only compiled in threads. A process killed
-while it writes a cache entry leaves a truncated file that JAX never replaces; `drop_damaged_entries` turns its warning
-into a deletion.
+after the other in a fixed order (else cache keys change from run to run) and only compiled in threads; processes that
+help to lower (`apart.py`) keep such an order each. A process killed while it writes a cache entry leaves a truncated
+file that JAX never replaces; `drop_damaged_entries` turns its warning into a deletion.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,7 +80,8 @@ def compile_all[Key](
 ) -> dict[Key, jax.stages.Compiled]:
     """Lower in order, compile in threads; `done(key, finished, total)` is called as each one is ready.
 
-    `keep(key, program, fresh)` is called in the thread that compiled it; `fresh`: from no cache.
+    `keep(key, program, fresh)` is called in the thread that compiled it; `fresh`: from no cache. The first error of any
+    program is raised, as soon as the program that is being lowered is; those that no thread compiles yet are dropped.
     """
     compiled: dict[Key, jax.stages.Compiled] = {}
     events: dict[int, set[str]] = {}  # of each thread's last program; JAX tells them in the thread itself
@@ -97,8 +98,13 @@ def compile_all[Key](
     monitoring.register_event_listener(note)
     monitoring.register_event_duration_secs_listener(note)
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-            futures = {key: pool.submit(finish, key, lower()) for key, lower in lowerings.items()}
+        with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool, dropped_after_error(pool):
+            futures: dict[Key, Future[jax.stages.Compiled]] = {}
+            for key, lower in lowerings.items():
+                futures[key] = pool.submit(finish, key, lower())
+                for future in futures.values():
+                    if future.done():
+                        future.result()  # raises its error
             for key, future in futures.items():
                 compiled[key] = future.result()
                 done(key, len(compiled), len(futures))
@@ -106,3 +112,13 @@ def compile_all[Key](
         monitoring.unregister_event_listener(note)
         monitoring.unregister_event_duration_listener(note)
     return compiled
+
+
+@contextmanager
+def dropped_after_error(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Drop what no thread has begun when the block fails: leaving the pool waits for the rest only."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise

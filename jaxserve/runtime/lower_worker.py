@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import threading
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     job: Job = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=end_with_parent, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     use_settings(job.settings)
     steps = steps_of(job)
     for name in job.names:
@@ -40,9 +40,13 @@ def main() -> None:
         answers.flush()
 
 
-def end_with_parent(pipe: IO[bytes]) -> None:
-    """Wait for the end of standard input, which the parent holds open as long as it lives."""
-    pipe.read()
+def end_with_parent() -> None:
+    """Wait for the end of standard input, which the parent holds open as long as it lives.
+
+    The file is read below Python's buffer, whose lock this thread would hold when the process ends.
+    """
+    while os.read(0, 1):
+        pass
     os._exit(1)
 
 

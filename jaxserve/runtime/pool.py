@@ -1,10 +1,21 @@
-"""How many pages the cache gets: from what is free once weights and workspace are accounted for."""
+"""How many pages the cache gets: from what is free once weights and an estimate of the workspace are accounted for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
+from jaxserve.config import Config
 from jaxserve.errors import ConfigError, DeviceError
+from jaxserve.layers.mla import MlaSpec
+from jaxserve.mesh import Placement
+from jaxserve.models.spec import ModelSpec
+
+SCORED_ROWS = 256  # of logits in a scored step, at least
+LOGITS_COPIES = 3.5  # in float32: 3.25 where they are sampled, 3 where they are scored
+EXPANDED_BYTES = 2 << 30  # that MLA prefill expands keys and values into, if one head's fit
+MARGIN, SPARE_BYTES = 1.1, 256 << 20  # of the estimate; the spare is for what GEMMs and sorts want on top
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +62,37 @@ def pool_pages(request: PoolRequest, limit_bytes: int, used_bytes: int, workspac
             "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     return min(pages, most)
+
+
+def estimate_workspace_bytes(spec: ModelSpec, config: Config, placement: Placement) -> int:
+    """A generous guess of the largest program's temporaries on a device: what its widest part keeps at once, and more.
+
+    It decides the pool's size before anything is compiled, so that nothing waits for the first program. One that is too
+    low costs a second compilation of all of them, one that is too high some pages. See NOTES.md for how well it fits.
+    """
+    item_bytes = jnp.dtype(config.model.dtype).itemsize
+    tokens, rows = config.schedule.max_num_batched_tokens, max(config.schedule.max_num_seqs, SCORED_ROWS)
+
+    def part(logical: str, size: int) -> int:
+        return size // placement.size(placement.axes(logical, size))
+
+    elements = [part("mlp", spec.mlp_width) * 3 + spec.hidden_size * 3]
+    if spec.moe is not None:
+        width = part("expert_mlp", spec.moe.width)
+        elements.append(spec.moe.rule.top_k * (3 * width + 2 * spec.hidden_size))
+    parts_bytes = [tokens * max(elements) * item_bytes]
+    parts_bytes.append(int(rows * part("vocab", spec.vocab_size) * 4 * LOGITS_COPIES))
+    parts_bytes.append(attention_bytes(spec, config, part("heads", spec.attention.num_heads), item_bytes))
+    return int(max(parts_bytes) * MARGIN) + SPARE_BYTES
+
+
+def attention_bytes(spec: ModelSpec, config: Config, heads: int, item_bytes: int) -> int:
+    """Queries, keys, values and results of a step's tokens; MLA's prefill has those of whole contexts too."""
+    attention, tokens = spec.attention, config.schedule.max_num_batched_tokens
+    if not isinstance(attention, MlaSpec):
+        return tokens * 4 * heads * attention.head_dim * item_bytes
+    own_bytes = tokens * heads * (attention.head_dim + attention.nope_dim + 2 * attention.value_dim) * item_bytes
+    row_bytes = (attention.nope_dim + attention.value_dim) * item_bytes
+    chunks = min(config.schedule.max_num_chunks, config.schedule.max_num_seqs)
+    head_bytes = chunks * (config.model.max_model_len or spec.max_len) * row_bytes
+    return own_bytes + min(max(EXPANDED_BYTES, head_bytes), head_bytes * heads)

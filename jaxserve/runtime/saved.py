@@ -153,20 +153,32 @@ def open_shelf(folder: Path | None, devices: Sequence[jax.Device]) -> Shelf:
 
 
 def load_or_compile(
-    shelf: Shelf, lowerings: dict[str, Callable[[], jax.stages.Lowered]], threads: int, progress: Callable[[str], None]
+    shelf: Shelf,
+    lowerings: dict[str, Callable[[], jax.stages.Lowered]],
+    threads: int,
+    progress: Callable[[str], None],
+    check: Callable[[jax.stages.Compiled], None] = lambda program: None,
 ) -> tuple[dict[str, jax.stages.Compiled], set[str]]:
-    """Load what is on the shelf, compile and keep the rest (`compile_all`); also the names of those loaded."""
+    """Load what is on the shelf, compile and keep the rest (`compile_all`); also the names of those loaded.
+
+    `check` is called with every program before it is kept; what it raises ends the call.
+    """
+
+    def keep(name: str, program: jax.stages.Compiled, fresh: bool) -> None:
+        check(program)
+        shelf.save(name, program, fresh)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
         found = zip(lowerings, pool.map(shelf.load, lowerings), strict=True)
         loaded = {name: program for name, program in found if program is not None}
+    for program in loaded.values():
+        check(program)
     missing = {name: lower for name, lower in lowerings.items() if name not in loaded}
     if loaded:
         progress(f"loaded {len(loaded)} of {len(lowerings)} programs that an earlier start compiled")
     if missing:  # said before: the first may take a minute
         progress(f"compiling {next(iter(missing))}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}")
-    compiled = compile_all(
-        missing, threads, lambda name, n, total: progress(f"compiled {name} ({n} of {total})"), shelf.save
-    )
+    compiled = compile_all(missing, threads, lambda name, n, total: progress(f"compiled {name} ({n} of {total})"), keep)
     return loaded | compiled, set(loaded)
 
 

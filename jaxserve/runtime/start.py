@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,13 +21,13 @@ from jaxserve import environment
 from jaxserve.batch import Bucket, Shape
 from jaxserve.config import Config
 from jaxserve.errors import DeviceError
-from jaxserve.mesh import Placement, make_mesh
+from jaxserve.mesh import make_mesh
 from jaxserve.models.decoder import SplitDecoder, split_decoder
 from jaxserve.models.spec import ModelSpec
 from jaxserve.runtime.apart import Job, lower_apart, settings_now, worker_count
 from jaxserve.runtime.compile import drop_damaged_entries, use_compile_cache
 from jaxserve.runtime.lower import largest_first, lower_installs, lower_steps, name_of
-from jaxserve.runtime.pool import PoolRequest, pages_per_sequence, pool_pages
+from jaxserve.runtime.pool import PoolRequest, estimate_workspace_bytes, pages_per_sequence, pool_pages
 from jaxserve.runtime.runner import Programs, StepRunner
 from jaxserve.runtime.saved import Pool, Shelf, load_or_compile, open_shelf
 from jaxserve.runtime.state import State, make_state, state_bytes, state_shapes
@@ -36,6 +37,7 @@ from pallas_kernels.device import device_of
 
 log = logging.getLogger("jaxserve.start")
 
+MOST_THREADS = 8  # that compile: XLA tries products out on the GPU meanwhile, with operands for each thread
 LEAST_RESERVED = 0.97  # of the share that was asked for
 
 Progress = Callable[[str], None]  # one line for a person who waits
@@ -98,46 +100,46 @@ def start_runner(
 
     devices = devices_for(config)
     mesh = make_mesh(devices, *config.runtime.mesh_sizes)
-    dtype = jnp.dtype(config.model.dtype)
-    split = split_decoder(spec, dtype, mesh)
-    spec = split.spec
-    free_before_bytes = device_memory(devices[0])
-    check_weights_fit(split, free_before_bytes, config)
-    lap("devices")
-    progress("loading weights" if load else "making random weights")
-    leaves = load_weights(split, load) if load else random_weights(split, config.model.seed)
-    jax.block_until_ready(leaves)
-    lap("weights")
+    split = split_decoder(spec, jnp.dtype(config.model.dtype), mesh)
+    limit_bytes = device_memory(devices[0])
+    check_weights_fit(split, limit_bytes, config)
+    order = Order(split.spec, split, config, largest_first(buckets), mesh, vocab_size, limit_bytes)
     folder = compile_cache_folder(config)
     use_compile_cache(folder)
-    for _ in range(2):
-        with drop_damaged_entries(folder):
-            compiled = compile_fitting(
-                spec, split, config, largest_first(buckets), mesh, vocab_size, free_before_bytes, progress
-            )
-        lap("compile")
-        state = make_state(compiled.shapes, cache_fill)
-        runner = StepRunner(leaves, state, compiled.shapes, compiled.programs, compiled.options, mesh, spec.vocab_size)
-        lap("cache")
-        progress("warming up")
-        if warmed_up(runner, compiled):
-            break
+    lap("devices")
+    with ExitStack() as workers:  # they lower while the weights are loaded
+        plan = make_plan(order, workers)
+        progress("loading weights" if load else "making random weights")
+        leaves = load_weights(split, load) if load else random_weights(split, config.model.seed)
+        jax.block_until_ready(leaves)
+        lap("weights")
+        for _ in range(2):
+            with drop_damaged_entries(folder):
+                plan, programs, loaded = compile_plan(order, plan, workers, progress)
+            lap("compile")
+            state = make_state(plan.shapes, cache_fill)
+            runner = StepRunner(leaves, state, plan.shapes, programs, plan.options, mesh, order.spec.vocab_size)
+            lap("cache")
+            progress("warming up")
+            if warmed_up(runner, plan.shelf, loaded):
+                break
+            plan = make_plan(order, workers)
     lap("warm-up")
-    return Started(runner, compiled.options.shape, times_s)
+    return Started(runner, plan.options.shape, times_s)
 
 
-def warmed_up(runner: StepRunner, compiled: Compiled) -> bool:
-    """Warm up. False where programs from the shelf fail, which are then deleted: they are to be compiled anew.
+def warmed_up(runner: StepRunner, shelf: Shelf, loaded: set[str]) -> bool:
+    """Warm up. False where programs `loaded` from the shelf fail, which are then deleted: they are to be compiled anew.
 
     A program that loads may still miss a part, which shows when it runs.
     """
     try:
         runner.warm_up()
     except jax.errors.JaxRuntimeError as error:
-        if not compiled.loaded:
+        if not loaded:
             raise
         log.warning("the programs of an earlier start do not run, all are compiled anew: %s", error)
-        compiled.shelf.drop(compiled.loaded)
+        shelf.drop(loaded)
         runner.drop_state()
         return False
     return True
@@ -159,94 +161,113 @@ def device_bytes(split: SplitDecoder) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """The programs, and the state that they were compiled for."""
+class Order:
+    """What is to be compiled, but for the pool's size."""
 
-    programs: Programs
+    spec: ModelSpec  # as it runs on the mesh
+    split: SplitDecoder
+    config: Config
+    buckets: Sequence[Bucket]  # the largest first
+    mesh: Mesh
+    vocab_size: int
+    limit_bytes: int  # that a device has for weights and all else, see `device_memory`
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The pool beside so much workspace, and the programs for it, which hold its size in every shape."""
+
+    workspace_bytes: int
     shapes: State
     options: StepOptions
     shelf: Shelf
-    loaded: set[str]  # names of those that came from the shelf
+    lowerings: dict[str, Callable[[], jax.stages.Lowered]]
 
 
-def compile_fitting(
-    spec: ModelSpec,
-    split: SplitDecoder,
-    config: Config,
-    buckets: Sequence[Bucket],
-    mesh: Mesh,
-    vocab_size: int,
-    limit_bytes: int,
-    progress: Progress,
-) -> Compiled:
-    """Size the pool and load or compile everything.
+class WorkspaceError(Exception):
+    """A program needs more workspace than the pool leaves."""
 
-    The programs' shapes hold the pool's size, and the pool's size depends on the workspace of the largest program: it
-    is compiled alone first with an estimate, and again only if the estimate was too low. A start whose programs are on
-    the shelf takes the pool that they were made for.
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(f"{needed_bytes / 1e9:.2f} GB are needed")
+        self.needed_bytes = needed_bytes
+
+
+def make_plan(order: Order, workers: ExitStack, workspace_bytes: int | None = None) -> Plan:
+    """Size the pool. `workers` is left with the processes that lower what is not on the shelf, in place of others.
+
+    `workspace_bytes` None: the pool of an earlier start, or an estimate, which is the same at every start.
     """
-    dtype = jnp.dtype(config.model.dtype)
-    engine_shelf = open_programs(spec, split, config, mesh, vocab_size)
-    known = engine_shelf.load_pool()
-    workspace_bytes = known.workspace_bytes if known else estimate_workspace_bytes(spec, config)
-    first, threads = name_of(buckets[0]), max(1, min(8, os.cpu_count() or 1))
-    with ExitStack() as workers:
-        for _ in range(3):
-            request = pool_request(spec, config, dtype, split.placement)
-            num_pages = size_pool(request, split, spec, config, mesh, limit_bytes, workspace_bytes)
-            if known:
-                num_pages = known.pages_for(num_pages)
-            shape = make_shape(config, num_pages, vocab_size)
-            options = StepOptions(shape, device_of(mesh.devices.flat[0]), config.runtime.attention)
-            shapes = state_shapes(spec, shape, dtype, mesh)
-            shelf = engine_shelf.about(options, placed_shapes(shapes))
-            workers.close()  # those of a smaller estimate
-            rest = lower_all(spec, split, config, buckets, options, shapes, mesh, shelf, workers)
-            programs, loaded = load_or_compile(shelf, {first: rest.pop(first)}, 1, progress)
-            usage = programs[first].memory_analysis()
-            needed_bytes = usage.temp_size_in_bytes if usage else 0
-            if needed_bytes <= workspace_bytes or config.runtime.device == "cpu":
-                break
-            log.info("workspace: %.2f GB estimated, %.2f GB needed", workspace_bytes / 1e9, needed_bytes / 1e9)
-            workspace_bytes = int(needed_bytes * 1.1)
-        engine_shelf.save_pool(Pool(shape.num_pages, workspace_bytes))
-        log_pool(request, shape, workspace_bytes, spec)
-        others, also_loaded = load_or_compile(shelf, rest, threads, progress)
-    programs |= others
-    steps = {bucket: programs[name_of(bucket)] for bucket in buckets}
-    plain = {bucket: programs[name] for bucket in buckets if (name := name_of(bucket, plain=True)) in programs}
-    everything = Programs(steps, plain, programs["install_plain"], programs["install_wide"])
-    return Compiled(everything, shapes, options, shelf, loaded | also_loaded)
+    workers.close()
+    config, device = order.config, device_of(order.mesh.devices.flat[0])
+    engine_shelf = open_programs(order)
+    known = engine_shelf.load_pool() if workspace_bytes is None else None
+    if workspace_bytes is None:
+        estimate_bytes = estimate_workspace_bytes(order.spec, config, order.split.placement)
+        workspace_bytes = known.workspace_bytes if known else estimate_bytes
+    num_pages = size_pool(order, workspace_bytes)
+    if known:
+        num_pages = known.pages_for(num_pages)
+    options = StepOptions(make_shape(config, num_pages, order.vocab_size), device, config.runtime.attention)
+    shapes = state_shapes(order.spec, options.shape, jnp.dtype(config.model.dtype), order.mesh)
+    shelf = engine_shelf.about(options, placed_shapes(shapes))
+    engine_shelf.save_pool(Pool(num_pages, workspace_bytes))
+    return Plan(workspace_bytes, shapes, options, shelf, lower_all(order, options, shapes, shelf, workers))
+
+
+def compile_plan(order: Order, plan: Plan, workers: ExitStack, progress: Progress) -> tuple[Plan, Programs, set[str]]:
+    """Load or compile everything, all at once; also the names of the programs loaded.
+
+    A program that needs more workspace than the plan has ends that: a plan with more takes its place. Raises
+    DeviceError where no page is left then.
+    """
+    threads = min(MOST_THREADS, environment.usable_cores())
+    while True:
+        check = partial(check_workspace, order, plan)
+        try:
+            programs, loaded = load_or_compile(plan.shelf, plan.lowerings, threads, progress, check)
+        except WorkspaceError as error:
+            progress("compiling again with a smaller cache, since steps need more memory than was estimated")
+            log.info("workspace: %.2f GB estimated, %s", plan.workspace_bytes / 1e9, error)
+            plan = make_plan(order, workers, int(error.needed_bytes * 1.1))
+            continue
+        break
+    log_pool(order, plan)
+    steps = {bucket: programs[name_of(bucket)] for bucket in order.buckets}
+    plain = {bucket: programs[name] for bucket in order.buckets if (name := name_of(bucket, True)) in programs}
+    return plan, Programs(steps, plain, programs["install_plain"], programs["install_wide"]), loaded
+
+
+def check_workspace(order: Order, plan: Plan, program: jax.stages.Compiled) -> None:
+    """Raises WorkspaceError if the pool would be smaller, had the program's workspace been known. Not on the CPU."""
+    usage = program.memory_analysis()
+    needed_bytes = usage.temp_size_in_bytes if usage else 0
+    if order.config.runtime.device == "cpu" or needed_bytes <= plan.workspace_bytes:
+        return
+    if size_pool(order, needed_bytes) < plan.options.shape.num_pages:
+        raise WorkspaceError(needed_bytes)
 
 
 def lower_all(
-    spec: ModelSpec,
-    split: SplitDecoder,
-    config: Config,
-    buckets: Sequence[Bucket],
-    options: StepOptions,
-    shapes: State,
-    mesh: Mesh,
-    shelf: Shelf,
-    workers: ExitStack,
+    order: Order, options: StepOptions, shapes: State, shelf: Shelf, workers: ExitStack
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """All programs by name, the first bucket's first. `workers` is left with the processes that lower the missing."""
-    steps = lower_steps(split, buckets, options, shapes, mesh)
+    config = order.config
+    steps = lower_steps(order.split, order.buckets, options, shapes, order.mesh)
     missing = tuple(name for name in steps if not shelf.holds(name))
-    count = worker_count(config.runtime.lower_processes, options.device, os.cpu_count() or 1, len(missing))
-    sizes, devices = config.runtime.mesh_sizes, jax.device_count()
-    job = Job(spec, config.model.dtype, sizes, devices, tuple(buckets), options, settings_now(), missing)
+    count = worker_count(config.runtime.lower_processes, options.device, environment.usable_cores(), len(missing))
+    sizes, devices, buckets = config.runtime.mesh_sizes, jax.device_count(), tuple(order.buckets)
+    job = Job(order.spec, config.model.dtype, sizes, devices, buckets, options, settings_now(), missing)
     apart = workers.enter_context(lower_apart({name: steps[name] for name in missing}, job, count))
-    return steps | apart | lower_installs(shapes, options.shape.lanes, spec.vocab_size, mesh)
+    return steps | apart | lower_installs(shapes, options.shape.lanes, order.spec.vocab_size, order.mesh)
 
 
-def open_programs(spec: ModelSpec, split: SplitDecoder, config: Config, mesh: Mesh, vocab_size: int) -> Shelf:
+def open_programs(order: Order) -> Shelf:
     """The shelf of this engine's programs, whatever its pool's size comes to."""
-    folder = compile_cache_folder(config)
-    shelf = open_shelf(folder / "programs" if folder else None, list(mesh.devices.flat))
+    config, folder = order.config, compile_cache_folder(order.config)
+    shelf = open_shelf(folder / "programs" if folder else None, list(order.mesh.devices.flat))
     runtime = replace(config.runtime, compile_cache_dir=None, lower_processes=None)  # the same programs
-    sizes = (config.model.dtype, config.model.max_model_len, config.cache, config.schedule, runtime, vocab_size)
-    return shelf.about(spec, sizes, placed_shapes(split.leaves))
+    sizes = (config.model.dtype, config.model.max_model_len, config.cache, config.schedule, runtime, order.vocab_size)
+    return shelf.about(order.spec, sizes, placed_shapes(order.split.leaves))
 
 
 def placed_shapes(tree: object) -> tuple[str, list[str]]:
@@ -272,16 +293,16 @@ def make_shape(config: Config, num_pages: int, vocab_size: int) -> Shape:
     )
 
 
-def pool_request(spec: ModelSpec, config: Config, dtype: jnp.dtype, placement: Placement) -> PoolRequest:
+def pool_request(order: Order) -> PoolRequest:
     """What the pool is sized from, per device."""
-    attention = spec.attention
+    spec, config, placement, attention = order.spec, order.config, order.split.placement, order.spec.attention
     elements = sum(
         int(np.prod(dims)) // placement.size([axis for cut in cuts for axis in cut])
         for dims in attention.cache_shapes(1, config.cache.page_size_tokens)
         for cuts in [[placement.axes(name, n) for name, n in zip(attention.cache_axes()[1:], dims[1:], strict=True)]]
     )
     return PoolRequest(
-        page_bytes=spec.num_layers * elements * dtype.itemsize,
+        page_bytes=spec.num_layers * elements * jnp.dtype(config.model.dtype).itemsize,
         page_size_tokens=config.cache.page_size_tokens,
         max_model_len=config.model.max_model_len or spec.max_len,
         max_num_seqs=config.schedule.max_num_seqs,
@@ -291,36 +312,16 @@ def pool_request(spec: ModelSpec, config: Config, dtype: jnp.dtype, placement: P
     )
 
 
-def size_pool(
-    request: PoolRequest,
-    split: SplitDecoder,
-    spec: ModelSpec,
-    config: Config,
-    mesh: Mesh,
-    limit_bytes: int,
-    workspace_bytes: int,
-) -> int:
-    """Pages for this much workspace. On the CPU what is free counts after the weights, which share the memory."""
-    device = mesh.devices.flat[0]
+def size_pool(order: Order, workspace_bytes: int) -> int:
+    """Pages for this much workspace. On the CPU what is free counts less the weights, which share the memory."""
+    spec, config, split, mesh = order.spec, order.config, order.split, order.mesh
+    request = pool_request(order)
     if config.runtime.device == "cpu":
-        share_bytes = min(int(device_memory(device) * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES)
-        return pool_pages(request, share_bytes, 0, 0)
+        free_bytes = max(0, order.limit_bytes - device_bytes(split) * mesh.size)
+        return pool_pages(request, min(int(free_bytes * CPU_POOL_SHARE), CPU_POOL_MOST_BYTES), 0, 0)
     probe = state_shapes(spec, make_shape(config, pages_per_sequence(request), spec.vocab_size), jnp.float32, mesh)
     used_bytes = device_bytes(split) + state_bytes(probe)
-    return pool_pages(request, limit_bytes, used_bytes, workspace_bytes)
-
-
-def estimate_workspace_bytes(spec: ModelSpec, config: Config) -> int:
-    """A generous guess of the largest program's temporaries: logits in a few copies, and the widest activations.
-
-    One that is too low costs a second compilation, one that is too high some pages.
-    """
-    tokens, rows = config.schedule.max_num_batched_tokens, config.schedule.max_num_seqs
-    logits_bytes = 4 * spec.vocab_size * 4 * max(rows, 256)
-    widest = max(2 * spec.mlp_width, 4 * spec.attention.num_heads * spec.attention.head_dim)
-    if spec.moe is not None:
-        widest = max(widest, spec.moe.rule.top_k * (spec.hidden_size + spec.moe.width))
-    return logits_bytes + tokens * widest * 2 * 6 + (256 << 20)
+    return pool_pages(request, order.limit_bytes, used_bytes, workspace_bytes)
 
 
 def device_memory(device: jax.Device) -> int:
@@ -353,8 +354,9 @@ def compile_cache_folder(config: Config) -> Path | None:
     return Path(config.runtime.compile_cache_dir) if config.runtime.compile_cache_dir else None
 
 
-def log_pool(request: PoolRequest, shape: Shape, workspace_bytes: int, spec: ModelSpec) -> None:
+def log_pool(order: Order, plan: Plan) -> None:
     """The sum that the pool's size came from."""
+    request, shape = pool_request(order), plan.options.shape
     log.info(
         "cache: %d pages of %d tokens = %.2f GB (%d tokens, %.1f requests of max_model_len %d); workspace %.2f GB",
         shape.num_pages,
@@ -363,5 +365,5 @@ def log_pool(request: PoolRequest, shape: Shape, workspace_bytes: int, spec: Mod
         shape.num_pages * shape.page_size_tokens,
         shape.num_pages / pages_per_sequence(replace(request, max_model_len=shape.max_model_len)),
         shape.max_model_len,
-        workspace_bytes / 1e9,
+        plan.workspace_bytes / 1e9,
     )
