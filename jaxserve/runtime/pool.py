@@ -73,8 +73,8 @@ def estimate_workspace_bytes(spec: ModelSpec, config: Config, placement: Placeme
     item_bytes = jnp.dtype(config.model.dtype).itemsize
     tokens, rows = config.schedule.max_num_batched_tokens, max(config.schedule.max_num_seqs, SCORED_ROWS)
 
-    def part(logical: str, size: int) -> int:
-        return size // placement.size(placement.axes(logical, size))
+    def part(logical: str, dimension: int) -> int:
+        return dimension // placement.size(placement.axes(logical, dimension))
 
     elements = [part("mlp", spec.mlp_width) * 3 + spec.hidden_size * 3]
     if spec.moe is not None:

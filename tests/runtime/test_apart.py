@@ -37,9 +37,10 @@ CPU = Device("cpu")
 
 
 def programs(sizes: tuple[int, int, int], device: Device = CPU) -> tuple[dict[str, Lowering], Job]:
-    """The tiny model's steps for a mesh (tensor, expert, data), and the job to lower them."""
+    """The steps of the tiny model, cut to one layer, for a mesh (tensor, expert, data), and the job to lower them."""
     mesh: Mesh = make_mesh(jax.devices(), *sizes)
-    split = split_decoder(model_spec(CONFIG | {"num_key_value_heads": 4}), jnp.dtype("float32"), mesh)
+    config = CONFIG | {"num_key_value_heads": 4, "num_hidden_layers": 1}
+    split = split_decoder(model_spec(config), jnp.dtype("float32"), mesh)
     shape = Shape(4, 16, 16, 4, 4, 120, 5, 64, lanes=sizes[2])
     options = StepOptions(shape, device, "auto")
     shapes = state_shapes(split.spec, shape, jnp.dtype("float32"), mesh)
@@ -48,9 +49,15 @@ def programs(sizes: tuple[int, int, int], device: Device = CPU) -> tuple[dict[st
     return steps, Job(split.spec, "float32", sizes, devices, BUCKETS, options, settings_now(), tuple(steps))
 
 
+@pytest.fixture(scope="module")
+def tiny_programs() -> tuple[dict[str, Lowering], Job]:
+    """Those of one device."""
+    return programs((1, 1, 1))
+
+
 def compiled_facts(lowered: jax.stages.Lowered) -> tuple[object, ...]:
     """What is updated in place, where everything lies, the collectives and the temporaries of a compiled program."""
-    program = lowered.compile()
+    program = lowered.compile({"xla_backend_optimization_level": 0})  # machine code that nobody runs
     text = program.as_text() or ""
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text.splitlines()[0])
     assert aliases is not None
@@ -59,37 +66,37 @@ def compiled_facts(lowered: jax.stages.Lowered) -> tuple[object, ...]:
     return aliases.group(1), places, collectives, program.memory_analysis().temp_size_in_bytes, program.out_tree
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_workers_lower_the_same_programs(sizes: tuple[int, int, int]) -> None:
-    steps, job = programs(sizes)
+def test_workers_lower_the_same_programs() -> None:
+    """On several devices, where placements and collectives could differ; each worker lowers one."""
+    steps, job = programs((2, 1, 2))
     with lower_apart(steps, job, 2) as awaited:
-        for name, wait in awaited.items():
+        for wait in awaited.values():
             assert isinstance(wait, Awaited) and wait.answer.result(timeout=100)
-            assert compiled_facts(wait()) == compiled_facts(steps[name]())
+        assert compiled_facts(awaited["decode 4"]()) == compiled_facts(steps["decode 4"]())
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_an_engine_serves_the_same(mesh: tuple[int, int, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_serves_the_same(tiny: TinyServer, caplog: pytest.LogCaptureFixture) -> None:
     def serve(server: TinyServer) -> list[object]:
         requests = [server.request([5, 6, 7], 8, logprobs=3), server.request(range(3, 90), 8, temperature=0.7, seed=3)]
         results = server.run(requests)
         return [(result.token_ids, [float(row.chosen[0]) for row in result.logprobs]) for result in results]
 
     with caplog.at_level(logging.DEBUG, "jaxserve.apart"):
-        server = TinyServer(mesh=mesh, num_key_value_heads=4, lower_processes=2)
+        server = TinyServer(lower_processes=2)
     assert len([record for record in caplog.records if record.message.startswith("lowered ")]) == 4
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     served = serve(server)
     assert server.runner.compilations_after_warmup == 0
-    assert served == serve(TinyServer(mesh=mesh, num_key_value_heads=4))
+    assert served == serve(tiny)
+    server.runner.close()
 
 
 def test_a_gpu_program_is_lowered_for_the_gpu_without_one() -> None:
     """Its module names the platform; that a GPU takes it, only a GPU can show."""
     steps, job = programs((1, 1, 1), H200)
     assert [name for name in steps if name.endswith("plain")] == ["mixed 64 plain", "decode 4 plain"]
-    with lower_apart(steps, job, 1) as awaited:
-        wait = awaited["mixed 64"]
+    with lower_apart(steps, replace(job, names=("decode 4 plain",)), 1) as awaited:
+        wait = awaited["decode 4 plain"]
         assert isinstance(wait, Awaited)
         assert wait.answer.result(timeout=100)["platforms"] == ("cuda",)
 
@@ -101,45 +108,71 @@ def test_a_gpu_program_is_lowered_for_the_gpu_without_one() -> None:
         ("jaxserve.errors", "EOFError"),  # ends without a word
     ],
 )
-def test_a_worker_that_fails_is_done_without(
-    worker: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_workers_that_fail_are_done_without_and_told_once(
+    tiny_programs: tuple[dict[str, Lowering], Job],
+    worker: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(apart, "WORKER", worker)
-    steps, job = programs((1, 1, 1))
-    with lower_apart(steps, job, 1) as awaited:
-        lowered = awaited["decode 4"]()
-    assert lowered.as_text() == steps["decode 4"]().as_text()
-    assert [reason in record.message for record in caplog.records] == [True]
+    steps, job = tiny_programs
+    with caplog.at_level(logging.DEBUG, "jaxserve.apart"), lower_apart(steps, job, 2) as awaited:
+        lowered = {name: wait().as_text() for name, wait in awaited.items()}
+    assert lowered == {name: lower().as_text() for name, lower in steps.items()}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.DEBUG]
+    assert all(reason in record.message for record in caplog.records)
 
 
 def test_processes_that_cannot_be_started_are_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_programs: tuple[dict[str, Lowering], Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    steps, job = programs((1, 1, 1))
+    steps, job = tiny_programs
     with lower_apart(steps, job, 2) as awaited:
         awaited["decode 4"]()
     assert "FileNotFoundError" in caplog.text
 
 
 def test_a_worker_that_is_too_slow_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_programs: tuple[dict[str, Lowering], Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(apart, "ANSWER_LIMIT_S", 0.2)
-    steps, job = programs((1, 1, 1))
+    steps, job = tiny_programs
     with lower_apart(steps, job, 1) as awaited:
         awaited["decode 4"]()
     assert "the worker failed (EOFError" in caplog.text
 
 
-def test_a_program_that_cannot_be_exported_is_lowered_here(caplog: pytest.LogCaptureFixture) -> None:
-    """The others of the worker are not lost."""
-    steps, job = programs((1, 1, 1))
+def test_a_worker_that_does_not_take_its_job_is_given_up(
+    tiny_programs: tuple[dict[str, Lowering], Job],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """A job longer than the pipe holds, and a process that reads nothing."""
+    sleeper = tmp_path / "python"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(apart, "ANSWER_LIMIT_S", 0.2)
+    steps, job = tiny_programs
+    with lower_apart(steps, replace(job, settings=job.settings | {"long": "x" * (1 << 20)}), 1) as awaited:
+        awaited["decode 4"]()
+    assert "the worker failed (BrokenPipeError" in caplog.text
+
+
+def test_a_program_that_cannot_be_exported_is_lowered_here(
+    tiny_programs: tuple[dict[str, Lowering], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others of the worker are not lost: each has its own answer."""
+    steps, job = tiny_programs
     broken = replace(job, options=replace(job.options, attention="nothing"))
-    with lower_apart(steps, broken, 1) as awaited:
+    with caplog.at_level(logging.DEBUG, "jaxserve.apart"), lower_apart(steps, broken, 1) as awaited:
         lowered = [wait() for wait in awaited.values()]
-    assert len(lowered) == len(caplog.records) == 2
-    assert "nothing" in caplog.text
+        failed = [record.message for record in caplog.records if not record.message.startswith("lowered ")]
+    assert len(lowered) == len(failed) == 2
+    assert all("nothing" in message for message in failed)
 
 
 def ended(condition: Callable[[], bool]) -> bool:
@@ -150,19 +183,33 @@ def ended(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_workers_end_with_the_block_and_with_the_parent(tmp_path: Path) -> None:
-    steps, job = programs((1, 1, 1))
-    with lower_apart(steps, job, 1) as awaited:
-        del awaited
+def test_workers_end_with_the_block(tiny_programs: tuple[dict[str, Lowering], Job]) -> None:
+    """Also when they have not begun, and when Ctrl-C ends it."""
+    steps, job = tiny_programs
+    before = children()
+    with pytest.raises(KeyboardInterrupt), lower_apart(steps, job, 2):
+        pids = children() - before
+        raise KeyboardInterrupt
+    assert len(pids) == 2 and not any(running(pid) for pid in pids)
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not waited for."""
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+
+def test_a_worker_ends_when_nobody_waits_for_it(tiny_programs: tuple[dict[str, Lowering], Job], tmp_path: Path) -> None:
+    """In the middle of its job."""
     with (tmp_path / "errors").open("w+b") as errors:
         process = start_process(1, errors)
         assert process.stdin and process.stdout
-        pickle.dump(job, process.stdin)
+        names = ("decode 4",) * 1000
+        pickle.dump(replace(tiny_programs[1], names=names), process.stdin)
         process.stdin.flush()
         pickle.load(process.stdout)
         process.stdin.close()
-        process.stdout.close()
         assert ended(lambda: process.poll() is not None)
+        process.stdout.close()
 
 
 def test_a_killed_parent_leaves_no_worker(tmp_path: Path) -> None:
