@@ -84,11 +84,7 @@ def worker_count(wanted: int | None, device: Device, cores: int, programs: int) 
 
 
 def names_of_worker(names: tuple[str, ...], worker: int, count: int) -> tuple[str, ...]:
-    """The programs of one of `count` workers: dealt out to and fro, since names come with the longest first.
-
-    Always the same for the same names: a kernel's bytes hold the number of kernels that the process lowered before it,
-    and XLA's cache is asked with them.
-    """
+    """The programs of one of `count` workers: dealt out to and fro, since names come with the longest first."""
     turn = (*range(count), *reversed(range(count)))
     return tuple(name for index, name in enumerate(names) if turn[index % len(turn)] == worker)
 

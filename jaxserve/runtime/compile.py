@@ -1,9 +1,9 @@
-"""Compiling the step programs: the on-disk cache, lowering in a fixed order, and counting what compiles when.
+"""Compiling the step programs: the on-disk cache, compiling in threads, and counting what compiles when.
 
-jax facts that shape this file: a kernel's serialised bytes hold a process-wide counter, so programs are lowered one
-after the other in a fixed order (else cache keys change from run to run) and only compiled in threads; processes that
-help to lower (`apart.py`) keep such an order each. A process killed while it writes a cache entry leaves a truncated
-file that JAX never replaces; `drop_damaged_entries` turns its warning into a deletion.
+jax facts that shape this file: lowering is Python, which threads do not speed up, so they only compile; processes may
+help to lower (`apart.py`). A kernel's serialised bytes hold a process-wide counter, which would change cache keys from
+run to run: `use_compile_cache` takes it out. A process killed while it writes a cache entry leaves a truncated file
+that JAX never replaces; `drop_damaged_entries` turns its warning into a deletion.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import jax
 from jax import monitoring
+
+from pallas_kernels.kernel_names import leave_out_counts
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -48,7 +50,8 @@ class CompileCounter:
 
 
 def use_compile_cache(folder: Path | None) -> None:
-    """Keep compiled programs in `folder`; None turns the cache off."""
+    """Keep compiled programs in `folder`; None turns the cache off. Kernels are named so that their keys last."""
+    leave_out_counts()
     jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from jaxserve.runtime.apart import Job
 from jaxserve.runtime.lower import Lowering, lower_steps
 from jaxserve.runtime.state import state_shapes
 from pallas_kernels.device import Device
+from pallas_kernels.kernel_names import leave_out_counts
 
 NO_VALUE = ("_get_vjp",)  # a function, which no pickle holds; it gives derivatives
 
@@ -34,6 +35,7 @@ def main() -> None:
     job: Job = pickle.load(sys.stdin.buffer)
     threading.Thread(target=end_with_parent, daemon=True).start()
     use_settings(job.settings)
+    leave_out_counts()
     steps = steps_of(job)
     for name in job.names:
         pickle.dump((name, answer_for(steps[name], job.options.device)), answers)

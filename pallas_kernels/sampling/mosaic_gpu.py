@@ -25,8 +25,6 @@ def why_not(shapes: SamplingShapes, device: Device) -> str | None:
     return None
 
 
-# Under jit of its own, the kernels are traced, lowered and compiled once, not once a call.
-@functools.partial(jax.jit, static_argnames=("device", "tuning", "interpret"))
 def run(
     x_BV: jax.Array,
     uniform_B: jax.Array,
@@ -40,12 +38,30 @@ def run(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See the contract. `interpret` runs the same kernels in the interpreter, on a CPU."""
-    tuning = tuning or Tuning()
-    rows, vocab = x_BV.shape
-    chunks = max(-(-vocab // CHUNK), LEAST_CHUNKS)
+    rows = x_BV.shape[0]
+    # Filters that let all pass, in place of None, so that a program's two calls, with filters and without, are one.
     top_k_B = jnp.zeros(rows, jnp.int32) if top_k_B is None else top_k_B
     top_p_B = jnp.ones(rows, jnp.float32) if top_p_B is None else top_p_B
     min_p_B = jnp.zeros(rows, jnp.float32) if min_p_B is None else min_p_B
+    return _run(x_BV, uniform_B, top_k_B, top_p_B, min_p_B, temperature_B, tuning=tuning, interpret=interpret)
+
+
+# Under jit of its own, the kernels are traced, lowered and compiled once, not once a call.
+@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
+def _run(
+    x_BV: jax.Array,
+    uniform_B: jax.Array,
+    top_k_B: jax.Array,
+    top_p_B: jax.Array,
+    min_p_B: jax.Array,
+    temperature_B: jax.Array | None,
+    *,
+    tuning: Tuning | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    tuning = tuning or Tuning()
+    rows, vocab = x_BV.shape
+    chunks = max(-(-vocab // CHUNK), LEAST_CHUNKS)
     scale_B = None
     if temperature_B is not None:
         scale_B = math.log2(math.e) / temperature_B

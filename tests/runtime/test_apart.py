@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,13 +67,13 @@ def compiled_facts(lowered: jax.stages.Lowered) -> tuple[object, ...]:
     return aliases.group(1), places, collectives, program.memory_analysis().temp_size_in_bytes, program.out_tree
 
 
-def test_workers_lower_the_same_programs() -> None:
-    """On several devices, where placements and collectives could differ; each worker lowers one."""
+def test_a_worker_lowers_the_same_program() -> None:
+    """On several devices, where placements and collectives could differ."""
     steps, job = programs((2, 1, 2))
-    with lower_apart(steps, job, 2) as awaited:
-        for wait in awaited.values():
-            assert isinstance(wait, Awaited) and wait.answer.result(timeout=100)
-        assert compiled_facts(awaited["decode 4"]()) == compiled_facts(steps["decode 4"]())
+    with lower_apart(steps, replace(job, names=("decode 4",)), 1) as awaited:
+        wait = awaited["decode 4"]
+        assert isinstance(wait, Awaited) and wait.answer.result(timeout=100)
+        assert compiled_facts(wait()) == compiled_facts(steps["decode 4"]())
 
 
 def test_an_engine_serves_the_same(tiny: TinyServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +196,11 @@ def test_workers_end_with_the_block(tiny_programs: tuple[dict[str, Lowering], Jo
 
 def children() -> set[int]:
     """The processes that this one has started and not waited for."""
-    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids.update(map(int, task.read_text().split()))
+    return pids
 
 
 def test_a_worker_ends_when_nobody_waits_for_it(tiny_programs: tuple[dict[str, Lowering], Job], tmp_path: Path) -> None:
