@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.mla_prefill.common import COLUMNS, COPY, PAGE_TOKENS, ROWS, SWIZZLE, SWIZZLED, TILE, Tuning
-from pallas_kernels.mla_prefill.tiles import TILE_TOKENS, Work
+from pallas_kernels.mla_prefill.tiles import BASE, CHUNK, END_LIVE, FIRST_LIVE, KEYS, POSITION, ROW, TILE_TOKENS, Work
 
 # The same bytes as SWIZZLED for a 64-wide array, but a copy into it may begin at any row of its source.
 _ANY_ROW = (plgpu.TilingTransform((1, COLUMNS)), SWIZZLE)
 _ROW = plgpu.Layout.WGMMA.reduce(1)  # one value a query row
 _NEVER = -1e30  # a finite "minus infinity": the difference of two of them is 0, not NaN
-_TAKEN = 4  # items that may be known ahead: more than the warpgroups can be apart
+_TAKEN = 4  # items whose words are kept: more than the warpgroups can be apart
+_BLOCKS, _POSITION, _ROW_AT, _FIRST_LIVE, _END_LIVE, _HEAD = range(6)  # the words of an item
 
 
 # Under jit of its own, the kernel of all layers is traced, lowered and compiled once, not once a layer.
@@ -81,6 +83,7 @@ def attend(
         names = (*names, *(("out_THV", "counter_1") if into_THV is not None else ("counter_1", "out_THV")))
         r = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch, **sizes)
         r.q_2XJC, r.q_any_2XJC = r.q if native else (r.q, r.q)
+        r.o_2JC, r.o_any_2JC = r.o if native else (r.o, r.o)
         r.cta = lax.axis_index("cta")
         warpgroup = lax.axis_index("warpgroup")
         r.first_head = r.pass_1[0] * r.sizes_4[2]
@@ -91,21 +94,22 @@ def attend(
     def smem(shape: tuple[int, ...], transforms: Any = SWIZZLED) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    q_shape = (2, chunks, ROWS, COLUMNS)
+    q_shape, o_shape = (2, chunks, ROWS, COLUMNS), (2, ROWS, COLUMNS)
     scratch_types = {
         "q": plgpu.RefUnion(smem(q_shape), smem(q_shape, _ANY_ROW)) if native else smem(q_shape),
         "k_SLN": smem((stages, block, nope_dim)),
         "rope_SLC": smem((stages, block, COLUMNS)),
         "v_SLV": smem((stages, block, value_dim)),
-        "o_2JC": smem((2, ROWS, COLUMNS), ()),
+        "o": plgpu.RefUnion(smem(o_shape), smem(o_shape, _ANY_ROW)) if native else smem(o_shape, ()),
         "q_full": plgpu.Barrier(num_arrivals=chunks, num_barriers=2),
         "q_free": plgpu.Barrier(num_barriers=2),
         "k_full": plgpu.Barrier(num_arrivals=1 + block // PAGE_TOKENS, num_barriers=stages),
         "v_full": plgpu.Barrier(num_barriers=stages),
         "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "next_4": plgpu.SMEM((_TAKEN,), jnp.int32),
-        "next_full": plgpu.Barrier(num_barriers=_TAKEN),
+        "index_1": plgpu.SMEM((1,), jnp.int32),
+        "item_4W": plgpu.SMEM((_TAKEN, 8), jnp.int32),
+        "item_full": plgpu.Barrier(num_barriers=_TAKEN),
     }
     if not native:
         scratch_types["p_2JL"] = smem((2, ROWS, block))
@@ -129,39 +133,32 @@ def attend(
     return jax.freeze(out)
 
 
-def _take(r: SimpleNamespace, turn: jax.Array) -> None:
-    """Takes the CTA's item of a turn, by the copying warpgroup: the next one that no CTA has, in the order of items."""
-    place = r.next_4.at[pl.ds(lax.rem(turn, jnp.int32(_TAKEN)), 1)]
-    if r.native:
+def _take(r: SimpleNamespace, turn: jax.Array) -> jax.Array:
+    """The CTA's item of a turn, by the copying warpgroup: the next one that no CTA has, in the order of items."""
+    if not r.native:  # the interpreter has no atomics: shares in turn
+        return r.cta + turn * r.tuning.ctas
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-        def take(_: Any, counter: Any, place: Any) -> None:
-            word = ir.IntegerType.get_signless(32)
-            pointers = [mgpu.memref_ptr(counter), mgpu.memref_ptr(place)]
-            with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
-                text = (
-                    "{.reg .u32 t; atom.relaxed.gpu.global.add.u32 t, [$0], 1;add.u32 t, t, $2; st.shared.u32 [$1], t;}"
-                )
-                first = mgpu.c(r.tuning.ctas, word)
-                void = ir.Type.parse("!llvm.void")
-                llvm.inline_asm(void, [*pointers, first], text, "l,r,r", has_side_effects=True)
-            mgpu.warpgroup_barrier()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(_: Any, counter: Any, place: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
+        pointers = [mgpu.memref_ptr(counter), mgpu.memref_ptr(place)]
+        with mgpu.single_thread(mgpu.ThreadSubset.WARPGROUP):
+            text = "{.reg .u32 t; atom.relaxed.gpu.global.add.u32 t, [$0], 1;add.u32 t, t, $2; st.shared.u32 [$1], t;}"
+            first = mgpu.c(r.tuning.ctas, word)
+            void = ir.Type.parse("!llvm.void")
+            llvm.inline_asm(void, [*pointers, first], text, "l,r,r", has_side_effects=True)
+        mgpu.warpgroup_barrier()
 
-        take(r.counter_1, place)
-    else:  # the interpreter has no atomics: shares in turn
-        r.next_4[lax.rem(turn, jnp.int32(_TAKEN))] = r.cta + turn * r.tuning.ctas
-    plgpu.barrier_arrive(r.next_full.at[lax.rem(turn, jnp.int32(_TAKEN))])
+    take(r.counter_1, r.index_1)
+    return r.index_1[0]
 
 
-def _taken(r: SimpleNamespace, turn: jax.Array) -> jax.Array:
-    """The item that was taken for a turn; none where it is `r.total` or more."""
-    slot = lax.rem(turn, jnp.int32(_TAKEN))
-    plgpu.barrier_wait(r.next_full.at[slot])
-    return r.next_4[slot]
+def _announce(r: SimpleNamespace, turn: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
+    """Looks an item up and leaves its words in shared memory, for the computing warpgroups: 0 blocks past the last.
 
-
-def _item(r: SimpleNamespace, index: jax.Array) -> SimpleNamespace:
-    """What there is to do; past the last item, that of the last."""
+    Gives what the copies take: blocks, packed row, head, chunk, scratch row of the first token.
+    """
+    blocks = index < r.total
     index = jnp.clip(index, 0, jnp.maximum(r.total - 1, 0))
     # A section is all tiles of some heads: as many as the L2 cache can hold the keys and values of.
     in_section = r.sizes_4[0] * r.sizes_4[3]
@@ -169,10 +166,19 @@ def _item(r: SimpleNamespace, index: jax.Array) -> SimpleNamespace:
     index = index - section * in_section
     slot = lax.div(index, r.sizes_4[3])
     pass_head = section * r.sizes_4[3] + index - slot * r.sizes_4[3]
-    blocks = lax.div(r.keys_W[slot] + (r.block - 1), jnp.int32(r.block))
-    return SimpleNamespace(
-        slot=slot, pass_head=pass_head, head=r.first_head + pass_head, blocks=blocks, position=r.position_W[slot]
-    )
+    keys, row, chunk, base = (r.tile_W8[slot, word] for word in (KEYS, ROW, CHUNK, BASE))
+    blocks = jnp.where(blocks, lax.div(keys + (r.block - 1), jnp.int32(r.block)), 0)
+    head = r.first_head + pass_head
+    words = (blocks, r.tile_W8[slot, POSITION], row, r.tile_W8[slot, FIRST_LIVE], r.tile_W8[slot, END_LIVE], head)
+    place = lax.rem(turn, jnp.int32(_TAKEN))
+    for word, value in enumerate(words):
+        r.item_4W[place, word] = value
+    plgpu.barrier_arrive(r.item_full.at[place])
+    return blocks, row, head, chunk, pass_head * r.sizes_4[1] + base
+
+
+def _word(r: SimpleNamespace, turn: jax.Array, word: int) -> jax.Array:
+    return r.item_4W[lax.rem(turn, jnp.int32(_TAKEN)), word]
 
 
 def _copy(r: SimpleNamespace) -> None:
@@ -181,27 +187,27 @@ def _copy(r: SimpleNamespace) -> None:
         plgpu.set_max_registers(r.tuning.copy_registers, action="decrease")
     stages, pages = r.stages, r.block // PAGE_TOKENS
 
-    def one_item(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        turn, index, done = state
-        _take(r, turn + 1)
-        item = _item(r, index)
-        chunk, row = r.chunk_W[item.slot], r.row_W[item.slot]
-        first_row = item.pass_head * r.sizes_4[1] + r.base_R[chunk]
+    def places(chunk: jax.Array, block: jax.Array | int) -> tuple[jax.Array, ...]:
+        # The last block may reach past the request's pages, where entries may be anything.
+        indices = [jnp.minimum(block * pages + i, r.table_RM.shape[1] - 1) for i in range(pages)]
+        return tuple(jnp.clip(r.table_RM[chunk, i], 0, r.latent_PKL.shape[0] - 1) for i in indices)
 
-        def places(block: jax.Array) -> tuple[jax.Array, ...]:
-            # The last block may reach past the request's pages, where entries may be anything.
-            indices = [jnp.minimum(block * pages + i, r.table_RM.shape[1] - 1) for i in range(pages)]
-            return tuple(jnp.clip(r.table_RM[chunk, i], 0, r.latent_PKL.shape[0] - 1) for i in indices)
+    def known(turn: jax.Array, index: jax.Array) -> tuple[jax.Array, ...]:
+        item = _announce(r, turn, index)
+        return *item, *places(item[3], 0)
+
+    def one_item(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        turn, done, (blocks, row, head, chunk, first_row, *first_places) = state
 
         def queries() -> None:
             for side in range(2):
                 pl.when(turn > 0)(lambda side=side: plgpu.barrier_wait(r.q_free.at[side]))
                 for i in range(r.head_dim // COLUMNS):
-                    part = r.q_THE.at[pl.ds(row + side * ROWS, ROWS), item.head, pl.ds(i * COLUMNS, COLUMNS)]
+                    part = r.q_THE.at[pl.ds(row + side * ROWS, ROWS), head, pl.ds(i * COLUMNS, COLUMNS)]
                     plgpu.copy_gmem_to_smem(part, r.q_any_2XJC.at[side, i], r.q_full.at[side])
 
-        def fetch(block: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            following = places(block + 1)  # read before the waits, which then hide its latency
+        def fetch(block: jax.Array | int, now: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            following = places(chunk, block + 1)  # read before the waits, which then hide its latency
             stage = lax.rem(done + block, jnp.int32(stages))
             reused = done + block >= stages
             rows = pl.ds(pl.multiple_of(first_row + block * r.block, r.block), r.block)
@@ -211,16 +217,22 @@ def _copy(r: SimpleNamespace) -> None:
                 part = r.latent_PKL.at[page, :, pl.ds(r.rope_at, COLUMNS)]
                 place = r.rope_SLC.at[stage, pl.ds(i * PAGE_TOKENS, PAGE_TOKENS)]
                 plgpu.copy_gmem_to_smem(part, place, r.k_full.at[stage])
-            pl.when(block == 0)(queries)
+            if isinstance(block, int):
+                queries()
             pl.when(reused)(lambda: plgpu.barrier_wait(r.v_free.at[stage]))
             plgpu.copy_gmem_to_smem(r.value_ZV.at[rows], r.v_SLV.at[stage], r.v_full.at[stage])
             return following
 
-        lax.fori_loop(0, item.blocks, fetch, places(jnp.int32(0)))
-        return turn + 1, _taken(r, turn + 1), done + item.blocks
+        # The next item is taken late, so that a long one does not hold another back, and looked up while the ring is
+        # full: three trips to memory, one after the other.
+        late = jnp.maximum(blocks - 1, 1)
+        following = lax.fori_loop(1, late, fetch, fetch(0, tuple(first_places)))
+        after = known(turn + 1, _take(r, turn + 1))
+        lax.fori_loop(late, blocks, fetch, following)
+        return turn + 1, done + blocks, after
 
-    state = (jnp.int32(0), r.cta, jnp.int32(0))
-    _, _, done = lax.while_loop(lambda state: state[1] < r.total, one_item, state)
+    state = (jnp.int32(0), jnp.int32(0), known(jnp.int32(0), r.cta))
+    _, done, _ = lax.while_loop(lambda state: state[2][0] > 0, one_item, state)
 
     # Every completion of a barrier must have been waited for when a kernel ends.
     @pl.loop(jnp.maximum(done - stages, 0), done)
@@ -239,25 +251,27 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
     """A computing warpgroup: its 64 rows of each item over all key blocks, then their way out."""
     if r.native:
         plgpu.set_max_registers(r.tuning.compute_registers, action="increase")
+    first = jnp.int32(0)
+    plgpu.barrier_wait(r.item_full.at[first])
+    blocks = _word(r, first, _BLOCKS)
 
-    @pl.when(r.cta < r.total)
+    @pl.when(blocks > 0)
     def _() -> None:
         # The second warpgroup gives the first one its first turn.
         if r.native and r.tuning.turns:
             pl.when(side == 1)(lambda: _named("bar.arrive 8, 256;"))
-        first = _item(r, r.cta)
-        _await_first(r, side, jnp.int32(0))
+        _await_first(r, side, first)
 
         def scores(out: Any) -> jax.Array:
             _my_turn(r, side)
-            _scores(r, side, jnp.int32(0), out)
+            _scores(r, side, first, out)
             _your_turn(r, side)
             return out[...]
 
         score_JL = pl.run_scoped(scores, plgpu.ACC((ROWS, r.block), jnp.float32))
-        _free_keys(r, side, jnp.int32(0), first.blocks == 1)
-        state = (jnp.int32(0), r.cta, jnp.int32(0), *_first_softmax(r, side, first, score_JL))
-        lax.while_loop(lambda state: state[1] < r.total, lambda state: _one_item(r, side, *state), state)
+        _free_keys(r, side, first, blocks == 1)
+        state = (first, blocks, first, *_first_softmax(r, side, first, score_JL))
+        lax.while_loop(lambda state: state[1] > 0, lambda state: _one_item(r, side, *state), state)
         # One turn is left over.
         if r.native and r.tuning.turns:
             pl.when(side == 0)(lambda: _named("bar.sync 8, 256;"))
@@ -271,7 +285,7 @@ def _one_item(
     r: SimpleNamespace,
     side: jax.Array,
     turn: jax.Array,
-    index: jax.Array,
+    blocks: jax.Array,
     done: jax.Array,
     weight_JL: jax.Array,
     max_J: jax.Array,
@@ -281,46 +295,43 @@ def _one_item(
 
     Gives the same for the next item.
     """
-    item = _item(r, index)
-    next_index = _taken(r, turn + 1)
-    following, more = _item(r, next_index), next_index < r.total
-    position = item.position + side * ROWS
+    position = _word(r, turn, _POSITION) + side * ROWS
     acc_JV = plgpu.layout_cast(jnp.zeros((ROWS, r.value_dim), jnp.float32), TILE)
 
-    def step(masked: bool) -> Any:
-        def run(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            acc_JV, weight_JL, max_J, sum_J = state
-            count = done + block
-            stage = lax.rem(count, jnp.int32(r.stages))
-            next_stage = lax.rem(count + 1, jnp.int32(r.stages))
-            plgpu.barrier_wait(r.v_full.at[stage])
-            plgpu.barrier_wait(r.k_full.at[next_stage])
-            acc_JV, score_JL = _pair(r, side, stage, next_stage, weight_JL, acc_JV)
-            plgpu.barrier_arrive(r.v_free.at[stage])
-            _free_keys(r, side, next_stage, block + 2 == item.blocks)
-            new_JL, keep_J, max_J, sum_J = _softmax(r, block + 1, position, masked, score_JL, max_J, sum_J)
-            acc_JV = acc_JV * lax.broadcast_in_dim(keep_J, acc_JV.shape, [0])
-            return acc_JV, new_JL, max_J, sum_J
+    def step(block: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        acc_JV, weight_JL, max_J, sum_J = state
+        count = done + block
+        stage = lax.rem(count, jnp.int32(r.stages))
+        next_stage = lax.rem(count + 1, jnp.int32(r.stages))
+        acc_JV, score_JL = _pair(
+            r, side, stage, next_stage, weight_JL, acc_JV, lambda: plgpu.barrier_wait(r.k_full.at[next_stage])
+        )
+        plgpu.barrier_arrive(r.v_free.at[stage])
+        _free_keys(r, side, next_stage, block + 2 == blocks)
+        new_JL, keep_J, max_J, sum_J = _softmax(r, block + 1, position, score_JL, max_J, sum_J)
+        acc_JV = acc_JV * lax.broadcast_in_dim(keep_J, acc_JV.shape, [0])
+        return acc_JV, new_JL, max_J, sum_J
 
-        return run
-
-    # Blocks below the tile's first row are seen whole by all of its rows; both warpgroups cut at the same place.
-    whole = jnp.clip(lax.div(item.position, jnp.int32(r.block)), 1, item.blocks)
-    state = (acc_JV, weight_JL, max_J, sum_J)
-    state = lax.fori_loop(0, whole - 1, step(False), state)
-    acc_JV, weight_JL, max_J, sum_J = lax.fori_loop(whole - 1, item.blocks - 1, step(True), state)
-    done = done + item.blocks
+    acc_JV, weight_JL, max_J, sum_J = lax.fori_loop(0, blocks - 1, step, (acc_JV, weight_JL, max_J, sum_J))
+    done = done + blocks
     stage = lax.rem(done - 1, jnp.int32(r.stages))
     next_stage = lax.rem(done, jnp.int32(r.stages))
-    plgpu.barrier_wait(r.v_full.at[stage])
-    pl.when(more)(lambda: _await_first(r, side, next_stage))
+    plgpu.barrier_wait(r.item_full.at[lax.rem(turn + 1, jnp.int32(_TAKEN))])
+    next_blocks = _word(r, turn + 1, _BLOCKS)
+    more = next_blocks > 0
     # After the last item these scores are of whatever lies there, and are not used.
-    acc_JV, score_JL = _pair(r, side, stage, next_stage, weight_JL, acc_JV)
+    acc_JV, score_JL = _pair(
+        r, side, stage, next_stage, weight_JL, acc_JV, lambda: pl.when(more)(lambda: _await_first(r, side, next_stage))
+    )
     plgpu.barrier_arrive(r.v_free.at[stage])
-    pl.when(more)(lambda: _free_keys(r, side, next_stage, following.blocks == 1))
+    pl.when(more)(lambda: _free_keys(r, side, next_stage, next_blocks == 1))
     acc_JV = acc_JV * lax.broadcast_in_dim(1.0 / sum_J, acc_JV.shape, [0])
-    _store(r, side, item, acc_JV.astype(r.out_THV.dtype))
-    return turn + 1, next_index, done, *_first_softmax(r, side, following, score_JL)
+    store = _store(r, side, turn, acc_JV.astype(r.out_THV.dtype))
+    store(0)
+    first = _first_softmax(r, side, turn + 1, score_JL)
+    for column in range(COLUMNS, r.value_dim, COLUMNS):  # the softmax hides that the columns before leave
+        store(column)
+    return turn + 1, next_blocks, done, *first
 
 
 def _await_first(r: SimpleNamespace, side: jax.Array, stage: jax.Array) -> None:
@@ -348,13 +359,16 @@ def _pair(
     next_stage: jax.Array,
     weight_JL: jax.Array,
     acc_JV: jax.Array,
+    await_keys: Callable[[], None],
 ) -> tuple[jax.Array, jax.Array]:
     """acc + weights V of one block, and the scores of the next."""
+    plgpu.barrier_wait(r.v_full.at[stage])
 
     def native(out: Any) -> tuple[jax.Array, jax.Array]:
         def both(acc: Any) -> None:
             _my_turn(r, side)
             plgpu.wgmma(acc, weight_JL, r.v_SLV.at[stage])
+            await_keys()
             _scores(r, side, next_stage, out)
             _your_turn(r, side)
 
@@ -365,6 +379,7 @@ def _pair(
         r.p_2JL.at[side][...] = weight_JL
         plgpu.commit_smem()
         plgpu.wgmma(acc, r.p_2JL.at[side], r.v_SLV.at[stage])
+        await_keys()
         _scores(r, side, next_stage, out)
         return acc_JV + acc[...], out[...]
 
@@ -376,12 +391,12 @@ def _pair(
 
 
 def _first_softmax(
-    r: SimpleNamespace, side: jax.Array, item: SimpleNamespace, score_JL: jax.Array
+    r: SimpleNamespace, side: jax.Array, turn: jax.Array, score_JL: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     never_J = plgpu.layout_cast(jnp.full((ROWS,), _NEVER, jnp.float32), _ROW)
     zero_J = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
-    position = item.position + side * ROWS
-    weight_JL, _, max_J, sum_J = _softmax(r, jnp.int32(0), position, True, score_JL, never_J, zero_J)
+    position = _word(r, turn, _POSITION) + side * ROWS
+    weight_JL, _, max_J, sum_J = _softmax(r, jnp.int32(0), position, score_JL, never_J, zero_J)
     return weight_JL, max_J, sum_J
 
 
@@ -389,16 +404,20 @@ def _softmax(
     r: SimpleNamespace,
     block: jax.Array,
     position: jax.Array,
-    masked: bool,
     score_JL: jax.Array,
     max_J: jax.Array,
     sum_J: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Weights of a block, the factor that older results shrink by, the new maximum (of scaled scores) and sum."""
-    if masked:
-        row = plgpu.broadcasted_iota(jnp.int32, score_JL.shape, 0, layout=TILE)
-        token = plgpu.broadcasted_iota(jnp.int32, score_JL.shape, 1, layout=TILE)
-        score_JL = jnp.where(token - row <= position - block * r.block, score_JL, _NEVER / r.scale)
+    last_seen = position - block * r.block  # by the first row
+
+    def masked(score_JL: jax.Array) -> jax.Array:
+        last_J = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=_ROW) + last_seen
+        token_JL = plgpu.broadcasted_iota(jnp.int32, score_JL.shape, 1, layout=TILE)
+        seen_JL = token_JL <= lax.broadcast_in_dim(last_J, score_JL.shape, [0])
+        return jnp.where(seen_JL, score_JL, _NEVER / r.scale)
+
+    score_JL = lax.cond(last_seen < r.block - 1, masked, lambda score_JL: score_JL, score_JL)
     new_max_J = jnp.maximum(max_J, score_JL.max(axis=1) * r.scale)
     keep_J = jnp.exp2(max_J - new_max_J)
     weight_JL = jnp.exp2(score_JL * r.scale - lax.broadcast_in_dim(new_max_J, score_JL.shape, [0]))
@@ -427,35 +446,38 @@ def _your_turn(r: SimpleNamespace, side: jax.Array) -> None:
         pl.when(side == 1)(lambda: _named("bar.arrive 8, 256;"))
 
 
-def _store(r: SimpleNamespace, side: jax.Array, item: SimpleNamespace, out_JV: jax.Array) -> None:
-    """Writes the warpgroup's live rows, 64 columns at a time: in one copy where all are, else row by row."""
+def _store(r: SimpleNamespace, side: jax.Array, turn: jax.Array, out_JV: jax.Array) -> Callable[[int], None]:
+    """Gives what writes 64 columns of the warpgroup's live rows: in one copy where all are live, else row by row."""
     first = side * ROWS
-    row = r.row_W[item.slot] + first
-    start = jnp.clip(r.first_live_W[item.slot] - first, 0, ROWS)
-    end = jnp.clip(r.end_live_W[item.slot] - first, 0, ROWS)
+    row, head = _word(r, turn, _ROW_AT) + first, _word(r, turn, _HEAD)
+    start = jnp.clip(_word(r, turn, _FIRST_LIVE) - first, 0, ROWS)
+    end = jnp.clip(_word(r, turn, _END_LIVE) - first, 0, ROWS)
     full = end - start == ROWS
-    for column in range(0, r.value_dim, COLUMNS):
+
+    def store(column: int) -> None:
         columns = pl.ds(column, COLUMNS)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         r.o_2JC.at[side][...] = out_JV[:, column : column + COLUMNS]
         plgpu.commit_smem()
 
         @pl.when(full)
-        def _(columns: Any = columns) -> None:
-            plgpu.copy_smem_to_gmem(r.o_2JC.at[side], r.out_THV.at[pl.ds(row, ROWS), item.head, columns])
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(r.o_any_2JC.at[side], r.out_THV.at[pl.ds(row, ROWS), head, columns])
 
         @pl.when(jnp.logical_not(full))
-        def _(columns: Any = columns) -> None:
+        def _() -> None:
             @pl.loop(start, end)
             def _(i: jax.Array) -> None:
-                part = r.out_THV.at[pl.ds(row + i, 1), item.head, columns]
-                plgpu.copy_smem_to_gmem(r.o_2JC.at[side, pl.ds(i, 1)], part)
+                part = r.out_THV.at[pl.ds(row + i, 1), head, columns]
+                plgpu.copy_smem_to_gmem(r.o_any_2JC.at[side, pl.ds(i, 1)], part)
+
+    return store
 
 
 def _zero_gaps(r: SimpleNamespace) -> None:
     """Zeroes the rows of no chunk, one block of TILE_TOKENS packed rows after the other. Most blocks have none."""
     tokens, width = r.out_THV.shape[0], max(n for n in range(1, min(r.heads, ROWS) + 1) if r.heads % n == 0)
-    zeros = jnp.zeros((ROWS, COLUMNS), r.o_2JC.dtype)
+    zeros = jnp.zeros((ROWS, COLUMNS), r.out_THV.dtype)
     r.o_2JC.at[0][...] = plgpu.layout_cast(zeros, TILE)
     plgpu.commit_smem()
 
@@ -474,6 +496,6 @@ def _zero_gaps(r: SimpleNamespace) -> None:
                     for head in range(0, r.heads, width):
                         for column in range(0, r.value_dim, COLUMNS):
                             part = r.out_THV.at[row, pl.ds(head, width), pl.ds(column, COLUMNS)]
-                            plgpu.copy_smem_to_gmem(r.o_2JC.at[0, pl.ds(0, width)], part)
+                            plgpu.copy_smem_to_gmem(r.o_any_2JC.at[0, pl.ds(0, width)], part)
 
     plgpu.wait_smem_to_gmem(0)

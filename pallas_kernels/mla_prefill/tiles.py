@@ -17,6 +17,15 @@ BLOCK_ROWS = 128  # scratch rows that are expanded together; a chunk's rows begi
 _SECTION_BYTES = 24 << 20
 
 
+# The words of a tile.
+KEYS = 0  # tokens that the last live row sees
+POSITION = 1  # of row 0 in its request; negative where row 0 lies before the chunk
+ROW = 2  # packed row of the tile's row 0
+FIRST_LIVE, END_LIVE = 3, 4  # rows first_live .. end_live - 1 of the tile are this tile's to write
+CHUNK = 5
+BASE = 6  # scratch row of the chunk's token 0
+
+
 class Work(NamedTuple):
     """int32. Made from borders only, so that XLA makes it once for all layers of a step."""
 
@@ -24,12 +33,7 @@ class Work(NamedTuple):
     base_R: jax.Array  # scratch row of each chunk's token 0
     context_R: jax.Array  # tokens of each chunk's request up to the chunk's end; 0: unused
     chunk_Y: jax.Array
-    chunk_W: jax.Array
-    row_W: jax.Array  # packed row of the tile's row 0
-    position_W: jax.Array  # of row 0 in its request; negative where row 0 lies before the chunk
-    first_live_W: jax.Array  # rows first_live .. end_live - 1 of the tile are this tile's to write
-    end_live_W: jax.Array
-    keys_W: jax.Array  # tokens that the last live row sees
+    tile_W8: jax.Array  # one line of memory a tile, see below
     gaps_Z: jax.Array  # rows of no chunk in each block of TILE_TOKENS packed rows
     owned_T: jax.Array  # 1 where a packed row is some chunk's
 
@@ -72,18 +76,19 @@ def plan(
     moved_W = wanted_W - row_W
     live_W = jnp.where(used_W, jnp.minimum(tokens_R[chunk_W] - offset_W, TILE_TOKENS), 0)
     keys_W = jnp.where(used_W, position_R[chunk_W] + offset_W + live_W, 0)
-    fields = (
-        chunk_W,
-        jnp.where(used_W, row_W, 0),
-        position_R[chunk_W] + offset_W - moved_W,
-        moved_W,
-        jnp.where(used_W, moved_W + live_W, 0),
-        keys_W,
-    )
-    order_W = jnp.argsort(-keys_W)
     context_R = jnp.where(tokens_R > 0, position_R + tokens_R, 0)
     rows_R = (context_R + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
     end_R = jnp.cumsum(rows_R, dtype=jnp.int32)
+    words = {
+        KEYS: keys_W,
+        POSITION: position_R[chunk_W] + offset_W - moved_W,
+        ROW: jnp.where(used_W, row_W, 0),
+        FIRST_LIVE: moved_W,
+        END_LIVE: jnp.where(used_W, moved_W + live_W, 0),
+        CHUNK: chunk_W,
+        BASE: (end_R - rows_R)[chunk_W],
+    }
+    tile_W8 = jnp.stack([words.get(word, jnp.zeros_like(keys_W)) for word in range(8)], axis=1)
     block_Y = jnp.arange(head_rows(chunks, request_tokens) // BLOCK_ROWS, dtype=jnp.int32)
     chunk_Y = jnp.minimum((end_R <= block_Y[:, None] * BLOCK_ROWS).sum(axis=1, dtype=jnp.int32), chunks - 1)
     return Work(
@@ -91,7 +96,7 @@ def plan(
         end_R - rows_R,
         context_R,
         chunk_Y,
-        *(field[order_W] for field in fields),
+        tile_W8[jnp.argsort(-keys_W)],
         *_gaps(start_R, tokens_R, tokens),
     )
 

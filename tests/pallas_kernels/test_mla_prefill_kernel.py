@@ -17,7 +17,18 @@ from pallas_kernels.mla_prefill.cases import DEEPSEEK, GLM_FLASH, MIXED, Prefill
 from pallas_kernels.mla_prefill.common import Tuning
 from pallas_kernels.mla_prefill.contract import MlaPrefillShapes
 from pallas_kernels.mla_prefill.reference import dense
-from pallas_kernels.mla_prefill.tiles import head_rows, plan, tile_slots
+from pallas_kernels.mla_prefill.tiles import (
+    BASE,
+    CHUNK,
+    END_LIVE,
+    FIRST_LIVE,
+    KEYS,
+    POSITION,
+    ROW,
+    head_rows,
+    plan,
+    tile_slots,
+)
 
 H200 = Device("gpu", "9.0")
 LONG = ((3, 0, 129), (0, 700, 300), (0, 0, 0), (0, 0, 128), (5, 64, 64), (0, 91, 2), (0, 127, 369))
@@ -38,15 +49,17 @@ def test_the_plan(tokens: int, chunks: tuple[tuple[int, int, int], ...]) -> None
     made = plan(start, count, prefix, **sizes)
     work = type(made)(*map(np.asarray, made))
     used, rows, heads_of_pass, heads_of_section = work.sizes_4
-    assert len(work.keys_W) == tile_slots(tokens, len(chunks)) >= used == (work.keys_W > 0).sum()
-    assert (np.diff(work.keys_W) <= 0).all()
+    tile_W8 = work.tile_W8
+    assert len(tile_W8) == tile_slots(tokens, len(chunks)) >= used == (tile_W8[:, KEYS] > 0).sum()
+    assert (np.diff(tile_W8[:, KEYS]) <= 0).all()
     seen: dict[int, tuple[int, int]] = {}
     for slot in range(used):
-        assert 0 <= work.row_W[slot] <= tokens - 128
-        for i in range(work.first_live_W[slot], work.end_live_W[slot]):
-            assert 0 <= i < 128 and work.row_W[slot] + i not in seen
-            seen[int(work.row_W[slot] + i)] = (int(work.chunk_W[slot]), int(work.position_W[slot] + i))
-            assert work.position_W[slot] + i < work.keys_W[slot]
+        assert 0 <= tile_W8[slot, ROW] <= tokens - 128
+        for i in range(tile_W8[slot, FIRST_LIVE], tile_W8[slot, END_LIVE]):
+            assert 0 <= i < 128 and tile_W8[slot, ROW] + i not in seen
+            seen[int(tile_W8[slot, ROW] + i)] = (int(tile_W8[slot, CHUNK]), int(tile_W8[slot, POSITION] + i))
+            assert tile_W8[slot, POSITION] + i < tile_W8[slot, KEYS]
+        assert tile_W8[slot, BASE] == work.base_R[tile_W8[slot, CHUNK]]
     assert seen == {start[r] + i: (r, int(prefix[r]) + i) for r in range(len(chunks)) for i in range(count[r])}
 
     owners: dict[int, int] = {}
