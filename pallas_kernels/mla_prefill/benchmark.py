@@ -114,7 +114,7 @@ def _attention(tuning: Tuning) -> Step:
     def step(fed: jax.Array, shared: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
         q, latent, table, *borders = shared
         T, H, _ = q.shape
-        work = plan(
+        tiles, where = plan(
             *borders,
             tokens=T,
             request_tokens=table.shape[1] * PAGE_TOKENS,
@@ -122,8 +122,8 @@ def _attention(tuning: Tuning) -> Step:
             row_bytes=(own[0].shape[1] + own[1].shape[1]) * 2,
             scratch_rows=own[0].shape[0],
         )
-        first = jnp.zeros((1,), jnp.int32)
-        return attend(q, latent, *own, table, first, first, work, scale=q.shape[2] ** -0.5, tuning=tuning, into_THV=fed)
+        pass_1, options = jnp.zeros((1,), jnp.int32), {"scale": q.shape[2] ** -0.5, "tuning": tuning, "into_THV": fed}
+        return attend(q, latent, *own, table, pass_1, tiles, where.sizes_3, **options)
 
     return step
 
