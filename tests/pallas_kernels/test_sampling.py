@@ -105,7 +105,7 @@ def test_frequencies_follow_the_weights() -> None:
 @pytest.mark.parametrize(
     ("place", "array", "reason"),
     [
-        (0, np.zeros((2, 8), np.float16), "x is float16, must be float32"),
+        (0, np.zeros((2, 8), np.float16), r"x is float16 \(2, 8\), must be float32"),
         (1, np.zeros(3, np.float32), r"uniform is float32 \(3,\), must be float32 \(2,\)"),
         (2, np.zeros(2, np.float32), r"top_k is float32 \(2,\), must be int32"),
         (5, np.zeros((2, 1), np.float32), r"temperature is float32 \(2, 1\)"),
