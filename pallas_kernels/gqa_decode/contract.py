@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "gqa_decode"
@@ -60,8 +61,11 @@ def gqa_decode(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    if q.ndim not in (4, 5):
-        raise ValueError(f"{OP}: q is {q.shape}, must be [B, N, G, E] or [B, S, N, G, E].")
+    require(OP, "q", q, "B N G E", "B S N G E")
+    for name, pool in (("k", k_PNKE), ("v", v_PNKE)):
+        require(OP, name, pool, "P N K E")
+    require(OP, "table", table_BM, "B M", dtypes=INTEGERS)
+    require(OP, "length", length_B, "B", dtypes=INTEGERS)
     rows, tokens, kv_heads, group, head_dim = q.shape if q.ndim == 5 else (q.shape[0], 1, *q.shape[1:])
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{OP}: q has {tokens} query tokens a row, must be 1 to {MOST_TOKENS}.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "mla_decode"
@@ -65,13 +66,15 @@ def mla_decode(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    if q_BHL.ndim not in (3, 4):
-        raise ValueError(f"{OP}: q is {q_BHL.shape}, must be [B, H, L] or [B, S, H, L].")
+    require(OP, "q", q_BHL, "B H L", "B S H L")
+    require(OP, "the pool", latent_PKL, "P K L")
+    require(OP, "table", table_BM, "B M", dtypes=INTEGERS)
+    require(OP, "length", length_B, "B", dtypes=INTEGERS)
     rows, *more, heads, latent_dim = q_BHL.shape
     tokens = more[0] if more else 1
     if not 0 < tokens <= MOST_TOKENS:
         raise ValueError(f"{OP}: q has {tokens} query tokens a row, must be 1 to {MOST_TOKENS}.")
-    if latent_PKL.ndim != 3 or latent_PKL.shape[2] != latent_dim:
+    if latent_PKL.shape[2] != latent_dim:
         raise ValueError(f"{OP}: the pool is {latent_PKL.shape}, must be [P, K, {latent_dim}] for these queries.")
     if not 0 < rank <= latent_dim:
         raise ValueError(f"{OP}: rank is {rank}, must be 1 to {latent_dim}, the dimensions of a cached row.")

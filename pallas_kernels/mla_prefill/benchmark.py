@@ -35,13 +35,13 @@ CASE_IDS = (
     "mla_prefill h16 b8 q1k kv8k with expansion",
     "mla_prefill 256/256 h20 b1 q4k with expansion",
 )
-_PATTERN = re.compile(r"mla_prefill (256/256 )?h(\d+) b(\d+) q(\d+)k(?: kv(\d+)k)?( with expansion)?")
+PATTERN = re.compile(r"mla_prefill (256/256 )?h(\d+) b(\d+) q(\d+)k(?: kv(\d+)k)?( with expansion)?")
 _ROPE, _RANK = 64, 512
 
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; pages in random order."""
-    wide, heads, requests, new, cached, whole = _PATTERN.fullmatch(case_id).groups()
+    wide, heads, requests, new, cached, whole = PATTERN.fullmatch(case_id).groups()
     H, R, queries, length = int(heads), int(requests), int(new) * 1024, int(cached or new) * 1024
     nope_dim, value_dim = (192, 256) if wide else (128, 128)
     T, M = R * queries, length // PAGE_TOKENS
