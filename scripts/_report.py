@@ -131,7 +131,8 @@ def make_report(
 def profiles(base: str, spec: ModelSpec, steps: Mapping[str, Any], device: str) -> list[Profile]:
     """The newest profile of each batch and context among the entries of whole models of that name."""
     found: dict[tuple[int, int], Profile] = {}
-    entries = [entry for entry in steps.values() if entry.get("model") == base and not entry.get("layers")]
+    tables = [entry for entry in steps.values() if isinstance(entry, dict)]
+    entries = [entry for entry in tables if entry.get("model") == base and not entry.get("layers")]
     for entry in sorted(entries, key=lambda entry: entry["date"]):
         run = entry.get("variants", {}).get("default", {})
         for key, step in run.items():
@@ -143,7 +144,7 @@ def profiles(base: str, spec: ModelSpec, steps: Mapping[str, Any], device: str) 
                 split_step(rows, step["step_ahead"], step["kernels"]),
                 context_tokens,
                 None if bound_s is None else bound_s * 1e6,
-                f"{run.get('device')}, {entry['date']}, commit {entry['commit'][:7]}",
+                f"{run.get('device')}, {entry['date']}, commit {short(entry['commit'])}",
             )
     return [found[place] for place in sorted(found)]
 
@@ -155,3 +156,8 @@ def number(value: float | None) -> str:
     exact = Decimal(str(value))
     rounded = exact.quantize(Decimal(1).scaleb(exact.adjusted() - 2), ROUND_HALF_UP)
     return f"{rounded:,f}" if rounded < 100 else f"{int(rounded):,}"
+
+
+def short(commit: str) -> str:
+    """A commit's first digits; that files differed from it stays said."""
+    return commit[:7] + ("-dirty" if commit.endswith("-dirty") else "")

@@ -11,8 +11,9 @@ from jaxserve.models.spec import ModelSpec
 from scripts._bench_workloads import WORKLOADS, BenchError
 from scripts._commit import ROOT
 from scripts._kernel_classes import HOST_GAP, ORDER, StepTime
-from scripts._report import LABELS, OVER_GRPC, Profile, Report, Row, make_report, number, read_table
+from scripts._report import LABELS, OVER_GRPC, Profile, Report, Row, make_report, number, read_table, short
 from scripts._report_plot import draw
+from scripts._roofline import WORKLOAD_OF
 
 CONFIGS = ROOT / "scripts" / "configs"
 PEERS = ROOT / "scripts" / "results" / "peers_h200.json"
@@ -38,7 +39,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             number(row.goal),
             number(row.limit),
             "-" if share is None else f"{share:.0%}",
-            f"{row.conditions['date']}, {row.conditions['commit'][:7]}" if row.conditions else "-",
+            f"{row.conditions['date']}, {short(row.conditions['commit'])}" if row.conditions else "-",
         )
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -82,10 +83,25 @@ def page(report: Report, plot_name: str, peers: Mapping[str, Any]) -> str:
     lines += ["The limit is max(bytes / 4.58 TB/s, operations / 790 TFLOP/s) for the same work, the best rates seen on"]
     lines += ["an H200 (`scripts/_roofline.py`). A bold figure reaches the goal.", ""]
     lines += [*table(report.rows), ""]
+    lines += counted(report.rows)
     lines += [f"- {name} was left out: {reason}." for name, reason in report.left_out.items() if name in WORKLOADS]
     lines += ["", f"![Workloads as a share of the limit; a decode step by kernel class]({plot_name})", ""]
     lines += ["## Where a decode step's time goes", ""]
     return "\n".join(lines + (step_lines(report.profiles) if report.profiles else [NO_PROFILE])).rstrip() + "\n"
+
+
+def counted(rows: Sequence[Row]) -> list[str]:
+    """The table of what the engine counted of itself in each workload; nothing where it was not asked."""
+    parts = ("host_us_per_step", "device_us_per_step", "compilations_after_warmup", "preemptions")
+    runs = {WORKLOAD_OF[row.key]: row.conditions for row in rows if any(part in row.conditions for part in parts)}
+    if not runs:
+        return []
+    lines = ["| the engine's own counts | host: us a step | device: us a step | compilations | preemptions |"]
+    lines.append("|---|---|---|---|---|")
+    for name, run in runs.items():
+        cells = [f"{run[part]:,.0f}" if part in run else "-" for part in parts]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", "Both times are moving averages at its end; the host works while the device does.", ""]
 
 
 NO_PROFILE = "Not profiled: `scripts/bench_step.py --kernels 100 --json FILE` writes what `--steps FILE` shows here."

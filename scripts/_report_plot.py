@@ -101,12 +101,13 @@ def draw_steps(axes: Any, profiles: Sequence[Profile]) -> None:
                 axes.text(place, floor + us / 2000, f"{us / 1000:.2f}", ha="center", va="center", fontsize=9,
                           color="white" if title in DARK else INK)  # fmt: skip
         floors = [floor + high for floor, high in zip(floors, heights, strict=True)]
+    first = next((place for place, p in enumerate(profiles) if p.limit_us is not None), None)
     for place, p in enumerate(profiles):
         axes.text(place, floors[place], f"{p.time.step_us / 1000:.2f} ms", ha="center", va="bottom", fontweight="bold",
                   fontsize=9)  # fmt: skip
         if p.limit_us is not None:
             axes.hlines(p.limit_us / 1000, place - 0.42, place + 0.42, color=INK, linewidth=1.8, linestyle="--",
-                        label="physical limit" if place == 0 else None)  # fmt: skip
+                        label="physical limit" if place == first else None)  # fmt: skip
     names = [f"{p.time.rows} sequence{'s' * (p.time.rows > 1)}\n{p.context_tokens:,} tokens" for p in profiles]
     axes.set_xticks(range(len(profiles)), names, fontsize=9)
     axes.set_xlim(-0.6, len(profiles) - 0.4)

@@ -21,6 +21,7 @@ from jaxserve import cli, environment  # noqa: E402
 from jaxserve.errors import JaxserveError  # noqa: E402
 from scripts._bench_workloads import BenchError, chosen  # noqa: E402
 from scripts._commit import ROOT  # noqa: E402
+from scripts._report import read_table  # noqa: E402
 from scripts._report_pages import write_all  # noqa: E402
 from scripts._report_plot import require_matplotlib  # noqa: E402
 
@@ -67,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.report:
             require_matplotlib()
+        if args.steps:
+            read_table("--steps", args.steps)  # one that is none of ours would else end the run after it is measured
         if args.model is None:
             for path in write_all(args.json, args.steps, args.report, args.readme):
                 print(f"bench: report in {path}")

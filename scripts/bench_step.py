@@ -82,7 +82,7 @@ def main() -> int:
         results[variant] = json.loads(lines[-1][7:]) if lines else {"failed": done.returncode}
         print(variant, json.dumps(results[variant], indent=1), flush=True)
         record(args, results)
-    return 0
+    return int(any("failed" in result for result in results.values()))
 
 
 def record(args: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -94,8 +94,8 @@ def record(args: argparse.Namespace, results: dict[str, Any]) -> None:
         entries = dict(table)
     except (TypeError, ValueError):
         sys.exit(f"bench_step: --json: {args.json} holds no table, allowed: a results file or a new one")
-    if not results:
-        return
+    if all("failed" in result for result in results.values()):
+        return  # an earlier entry stays
     model = args.config_dir.resolve().name
     entry = {
         "model": model,

@@ -45,3 +45,12 @@ def test_a_file_that_is_no_table_ends_it_at_once(tmp_path: Path) -> None:
     done = bench_step(tmp_path, "--json", str(results))
     assert done.returncode == 1 and "holds no table, allowed: a results file or a new one" in done.stderr
     assert results.read_text() == "[1]"
+
+
+def test_a_run_that_fails_leaves_the_entry_that_was_there(tmp_path: Path) -> None:
+    model, results = tmp_path / "tiny-model", tmp_path / "steps.json"
+    model.mkdir()
+    results.write_text(json.dumps({"tiny-model": {"model": "tiny-model", "commit": "earlier"}}))
+    done = bench_step(model, "--variants", "default", "--json", str(results))
+    assert done.returncode == 1 and "config.json" in done.stderr
+    assert json.loads(results.read_text()) == {"tiny-model": {"model": "tiny-model", "commit": "earlier"}}

@@ -16,7 +16,7 @@ from scripts import _report_plot as plot
 from scripts import bench_serve
 from scripts._bench_workloads import WORKLOADS, BenchError
 from scripts._commit import ROOT
-from scripts._report import LABELS, Report, Row, make_report, number, read_table
+from scripts._report import LABELS, Report, Row, make_report, number, read_table, short
 
 MODEL = "deepseek-v2-lite"
 SPEC = model_spec(json.loads((pages.CONFIGS / MODEL / "config.json").read_text()))
@@ -68,6 +68,15 @@ def report(steps_file: dict[str, Any] | None = None, name: str = MODEL, **change
     return make_report(name, SPEC, entry(**changes), steps_file or {}, PEERS)
 
 
+def test_a_changed_tree_stays_said() -> None:
+    assert [short(text) for text in ("0123456789abcdef", "0123456789abcdef-dirty", "6b32b8c", "unknown")] == [
+        "0123456",
+        "0123456-dirty",
+        "6b32b8c",
+        "unknown",
+    ]
+
+
 def test_every_figure_has_a_label() -> None:
     assert set(LABELS) == {key for workload in WORKLOADS.values() for key in workload.keys} - {"c16_256_128_tok_s"}
 
@@ -99,7 +108,7 @@ def test_numbers_have_three_digits(value: float | None, text: str) -> None:
 
 
 def test_a_page_shows_all_there_is(tmp_path: Path) -> None:
-    path = pages.write_page(report({MODEL: steps()}), tmp_path / "new", PEERS)
+    path = pages.write_page(report({MODEL: steps()}, host_us_per_step=1633.8), tmp_path / "new", PEERS)
     text = path.read_text()
     assert (
         "| decode step, 16 at 1024 tokens: ms | **6.40** | 8.00 | 1.25x | 6.60 | 5.58 | 87% | 2026-12-03, 0123456 |"
@@ -113,13 +122,13 @@ def test_a_page_shows_all_there_is(tmp_path: Path) -> None:
     assert "| other | 500 (11), 8% |" in text and "| host gap | 400, 6% |" in text  # 200 us were not listed
     assert "| **whole step** | **6,400** |" in text and "| limit | 5,577 |" in text
     assert "16 at 1,024 tokens (NVIDIA H200, 2026-12-03, commit fedcba9)" in text and "`mystery` 300.0" in text
-    assert f"({path.stem}.png)" in text
+    assert "| b16_1k | 1,634 | - | - | - |" in text and f"({path.stem}.png)" in text
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_page_without_a_profile_says_how_to_make_one(tmp_path: Path) -> None:
     text = pages.write_page(report(name=f"{MODEL} (grpc)"), tmp_path, PEERS).read_text()
-    assert "bench_step.py --kernels" in text and "| MoE GEMM" not in text
+    assert "bench_step.py --kernels" in text and "| MoE GEMM" not in text and "own counts" not in text
     assert text.startswith("# DeepSeek-V2-Lite, through gRPC")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{MODEL}-grpc.md", f"{MODEL}-grpc.png"]
 
@@ -136,6 +145,7 @@ def test_the_newest_profile_of_a_whole_model_counts() -> None:
             "other": steps(model="other", date="2026-12-05"),
             "cpu": steps(variants=empty),
             "bare": steps(variants=bare),
+            "no table": 1,
         }
     ).profiles
     assert [(p.time.rows, p.source) for p in found] == [(16, "NVIDIA H200, 2026-12-04, commit newest")]
@@ -200,6 +210,14 @@ def test_a_file_that_is_no_table_is_refused(text: str | None, tmp_path: Path) ->
         path.write_text(text)
     with pytest.raises(BenchError, match=r"^--steps: .*steps.json .*, allowed: a results file$"):
         read_table("--steps", path)
+
+
+def test_a_wrong_file_of_steps_ends_a_run_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["some-model", "--json", "r.json", "--report", "out", "--steps", str(tmp_path / "none.json")]
+    assert bench_serve.main(flags) == 1
+    assert "none.json cannot be read (No such file or directory), allowed: a results file" in capsys.readouterr().err
 
 
 def test_committed_figures_are_shown_without_a_model(tmp_path: Path) -> None:
