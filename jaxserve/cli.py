@@ -51,12 +51,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """What shapes the engine."""
+def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True, required: bool = True) -> None:
+    """What shapes the engine; `required`: whether a positional MODEL must be there."""
     model, cache, schedule, runtime = ModelConfig(""), CacheConfig(), ScheduleConfig(), RuntimeConfig()
     about = "a Hugging Face directory, a GGUF file, or a converted checkpoint"
     if positional:
-        parser.add_argument("model", metavar="MODEL", help=about)
+        parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=about)
     else:
         parser.add_argument("--model", help=about)
     flag = parser.add_argument
