@@ -80,6 +80,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True,
         ("data", "run lanes apart"),
     ):
         flag(f"--{name}-parallel-size", type=int, default=1, help=f"devices that {what}")
+    flag("--deterministic", action="store_true", help="a request's tokens do not depend on what else runs; slower")
     flag("--attention", default=runtime.attention, help="force an implementation; see `jaxserve explain`")
     flag("--compile-cache-dir", help='where compiled programs are kept; "" turns it off')
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info")

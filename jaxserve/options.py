@@ -30,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     expert_parallel_size: int  # devices that share out the experts
     data_parallel_size: int  # ranks that each have sequences and cache of their own
     attention: str  # a forced kernel implementation; see `jaxserve explain`
+    deterministic: bool  # the same tokens and logprobs to the bit, whatever else runs; slower
     compile_cache_dir: str  # "": none
 
 
@@ -52,6 +53,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "expert_parallel_size": ("runtime", "expert_parallel_size"),
     "data_parallel_size": ("runtime", "data_parallel_size"),
     "attention": ("runtime", "attention"),
+    "deterministic": ("runtime", "deterministic"),
     "compile_cache_dir": ("runtime", "compile_cache_dir"),
     "host": ("server", "host"),
     "port": ("server", "port"),

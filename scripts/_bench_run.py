@@ -132,6 +132,7 @@ def conditions(
         "dtype": args.dtype,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "deterministic": args.deterministic,
         "implementations": dict(implementations),
         "path": "grpc" if args.grpc else "in process",
     }

@@ -195,7 +195,7 @@ def compile_fitting(
         if known:
             num_pages = known.pages_for(num_pages)
         shape = make_shape(config, num_pages, vocab_size)
-        options = StepOptions(shape, device_of(device), config.runtime.attention)
+        options = StepOptions(shape, device_of(device), config.runtime.attention, config.runtime.deterministic)
         shapes = state_shapes(spec, shape, dtype, mesh)
         shelf = engine_shelf.about(options, placed_shapes(shapes))
         largest = {name_of(buckets[0]): lower_step(split, buckets[0], options, shapes, mesh)}
@@ -220,9 +220,10 @@ def compile_fitting(
 def lower_rest(
     spec: ModelSpec, split: SplitDecoder, buckets: Sequence[Bucket], options: StepOptions, shapes: State, mesh: Mesh
 ) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """All programs but the first bucket's, which is there by then."""
+    """All programs but the first bucket's, which is there by then. No plain forms where steps are deterministic: which
+    form a step takes depends on all its requests, and two programs are not promised to round alike."""
     lowerings = {name_of(bucket): lower_step(split, bucket, options, shapes, mesh) for bucket in buckets[1:]}
-    if options.device.platform != "cpu":
+    if options.device.platform != "cpu" and not options.deterministic:
         lowerings |= {
             name_of(bucket, plain=True): lower_step(split, bucket, options, shapes, mesh, plain=True)
             for bucket in buckets

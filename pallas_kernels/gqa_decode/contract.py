@@ -42,6 +42,7 @@ def gqa_decode(
     scale: float,
     device: Device,
     implementation: str = registry.AUTO,
+    invariant: bool = False,
 ) -> jax.Array:
     """softmax(scale q k^T) v over the pages that `table_BM[b]` names, causal where a row has several query tokens.
 
@@ -54,6 +55,8 @@ def gqa_decode(
       length_B: int32, tokens in the cache with the query tokens; 0 is a padded row and gives zeros.
       scale: of the scores, commonly E ** -0.5.
       device, implementation: see registry.select.
+      invariant: a row's result is the same to the bit whatever the other rows hold, for one number of rows. Without,
+        where a row is cut for several processors to share it depends on the lengths of all.
 
     Returns:
       As q in shape and dtype; scores and softmax are fp32.
@@ -80,4 +83,5 @@ def gqa_decode(
     sizes = (k_PNKE.shape[2], table_BM.shape[1], str(q.dtype), tokens)
     shapes = GqaDecodeShapes(rows, kv_heads, group, head_dim, *sizes)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(q, k_PNKE, v_PNKE, table_BM, length_B, scale=scale, device=device)
+    options = {"scale": scale, "device": device, "invariant": invariant}
+    return chosen.run(q, k_PNKE, v_PNKE, table_BM, length_B, **options)

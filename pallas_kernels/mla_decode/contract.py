@@ -42,6 +42,7 @@ def mla_decode(
     scale: float,
     device: Device,
     implementation: str = registry.AUTO,
+    invariant: bool = False,
 ) -> jax.Array:
     """softmax(scale q c^T) c[:, :rank] over the tokens c, of the pages that `table_BM[b]` names, up to q's own.
 
@@ -59,6 +60,8 @@ def mla_decode(
       rank: value dimensions, 1 to L.
       scale: of the scores, by the model's own head dimension (never L ** -0.5).
       device, implementation: see registry.select.
+      invariant: a row's result is the same to the bit whatever the other rows hold, for one number of rows. Without,
+        where a row is cut for several processors to share it depends on the lengths of all.
 
     Returns:
       [B, H, rank] or [B, S, H, rank] in q's dtype; scores and softmax are fp32.
@@ -85,7 +88,8 @@ def mla_decode(
     pages = (latent_PKL.shape[1], table_BM.shape[1])
     shapes = MlaDecodeShapes(rows, heads, latent_dim, rank, *pages, str(q_BHL.dtype), tokens)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(q_BHL, latent_PKL, table_BM, length_B, rank=rank, scale=scale, device=device)
+    options = {"rank": rank, "scale": scale, "device": device, "invariant": invariant}
+    return chosen.run(q_BHL, latent_PKL, table_BM, length_B, **options)
 
 
 def fold_tokens(q: jax.Array) -> tuple[jax.Array, int]:
