@@ -51,12 +51,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """What shapes the engine."""
+def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True, required: bool = True) -> None:
+    """What shapes the engine; `required`: whether a positional MODEL must be there."""
     model, cache, schedule, runtime = ModelConfig(""), CacheConfig(), ScheduleConfig(), RuntimeConfig()
     about = "a Hugging Face directory, a GGUF file, or a converted checkpoint"
     if positional:
-        parser.add_argument("model", metavar="MODEL", help=about)
+        parser.add_argument("model", metavar="MODEL", nargs=None if required else "?", help=about)
     else:
         parser.add_argument("--model", help=about)
     flag = parser.add_argument
@@ -80,6 +80,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True)
         ("data", "run lanes apart"),
     ):
         flag(f"--{name}-parallel-size", type=int, default=1, help=f"devices that {what}")
+    flag("--deterministic", action="store_true", help="a request's tokens do not depend on what else runs; slower")
     flag("--attention", default=runtime.attention, help="force an implementation; see `jaxserve explain`")
     flag("--compile-cache-dir", help='where compiled programs are kept; "" turns it off')
     flag("--lower-processes", type=int, help="that help a cold start; 0: none (default: by the host's cores)")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from jaxserve.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float32")
+MOST_SUMMED = 2  # devices under --deterministic: the sum of two numbers has no order
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class RuntimeConfig:
     data_parallel_size: int = 1  # lanes: each has sequences and cache of its own
     compile_cache_dir: str | None = None  # None: a folder of the user's cache directory; "": no cache
     attention: str = "auto"  # a forced implementation of the attention ops, by registry name
+    deterministic: bool = False  # a request's tokens and logprobs are the same to the bit in any company
     decode_buckets: tuple[int, ...] = ()  # batch sizes; empty: chosen from max_num_seqs
     mixed_buckets: tuple[int, ...] = ()  # token counts; empty: chosen from max_num_batched_tokens
     max_logprobs: int = 20
@@ -130,7 +132,9 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
         )
     schedule = config.schedule
     if not runtime.decode_buckets:
-        runtime = replace(runtime, decode_buckets=decode_buckets(schedule.max_num_seqs, facts.platform))
+        seqs = schedule.max_num_seqs
+        sizes = (seqs,) if runtime.deterministic else decode_buckets(seqs, facts.platform)
+        runtime = replace(runtime, decode_buckets=sizes)
     if not runtime.mixed_buckets:
         runtime = replace(runtime, mixed_buckets=mixed_buckets(schedule.max_num_batched_tokens, facts.platform))
     resolved = replace(config, model=model, cache=cache, runtime=runtime)
@@ -140,6 +144,7 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
 def check_ranges(config: Config) -> None:
     """Raise ConfigError for the first flag that is out of range."""
     model, cache, schedule, runtime = config.model, config.cache, config.schedule, config.runtime
+    summed = runtime.tensor_parallel_size * runtime.expert_parallel_size
     checks: list[tuple[str, object, bool, str]] = [
         ("--dtype", model.dtype, model.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
         ("--max-model-len", model.max_model_len, model.max_model_len is None or model.max_model_len > 0, "at least 1"),
@@ -156,6 +161,12 @@ def check_ranges(config: Config) -> None:
         *(
             (f"--{name}-parallel-size", size, size >= 1, "at least 1")
             for name, size in zip(("tensor", "expert", "data"), runtime.mesh_sizes, strict=True)
+        ),
+        (
+            "--tensor-parallel-size x --expert-parallel-size",
+            summed,
+            summed <= MOST_SUMMED or not runtime.deterministic,
+            f"at most {MOST_SUMMED} with --deterministic: with more, the order of a sum depends on a row's place",
         ),
         ("--device", runtime.device, runtime.device in ("auto", "cpu", "cuda"), "auto, cpu, cuda"),
         (

@@ -30,6 +30,7 @@ class EngineOptions(TypedDict, total=False):
     expert_parallel_size: int  # devices that share out the experts
     data_parallel_size: int  # ranks that each have sequences and cache of their own
     attention: str  # a forced kernel implementation; see `jaxserve explain`
+    deterministic: bool  # the same tokens and logprobs to the bit, whatever else runs; slower
     compile_cache_dir: str  # "": none
     lower_processes: int | None  # processes that lower programs at a cold start; 0: none; None: by the host's cores
 
@@ -53,6 +54,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "expert_parallel_size": ("runtime", "expert_parallel_size"),
     "data_parallel_size": ("runtime", "data_parallel_size"),
     "attention": ("runtime", "attention"),
+    "deterministic": ("runtime", "deterministic"),
     "compile_cache_dir": ("runtime", "compile_cache_dir"),
     "lower_processes": ("runtime", "lower_processes"),
     "host": ("server", "host"),

@@ -61,6 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lock", type=Path, help="a file held while the GPU is used: several benches compile at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further case after this long")
     options = parser.parse_args(arguments)
+    try:
+        ops, cases = _wanted(options.what)
+        _refuse(options)
+    except ValueError as error:
+        parser.error(str(error))
     held = _Lock(options.lock)
     device = device_of(jax.devices()[0])
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "commit": _commit()}
@@ -68,9 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(about, flush=True)
     deadline = time.monotonic() + options.seconds
     failures = 0
-    ops, cases = _wanted(options.what)
     if options.check is not None:
-        failures += sum(_check(op, device, options.check, held) for op in ops)
+        failures += _check_all(ops, device, options.check, held)
     records: dict[str, Any] = {}
     for case_id in cases:
         if time.monotonic() > deadline:
@@ -113,11 +117,30 @@ class _Lock:
 
 
 def _wanted(what: list[str]) -> tuple[list[str], list[str]]:
-    """Ops and case ids that the command line names."""
-    ops = [name for name in OPS if not what or any(one.split()[0] == name for one in what)]
+    """Ops and case ids that the command line names. ValueError: it names something else."""
+    for one in what:
+        op = one.split(" ")[0]
+        if op not in OPS:
+            raise ValueError(f"there is no op {op!r}, must be one of {', '.join(OPS)}.")
+        if one != op and not part(op, "benchmark").PATTERN.fullmatch(one):
+            ids = case_ids(op)
+            raise ValueError(f"there is no case {one!r}, must be {op!r} for all, or like {ids[0]!r} or {ids[-1]!r}.")
+    ops = [name for name in OPS if not what or any(one.split(" ")[0] == name for one in what)]
     whole = [name for name in ops if not what or name in what]
     cases = [case_id for name in whole for case_id in case_ids(name)]
     return ops, [one for one in what if one not in OPS] + cases
+
+
+def _refuse(options: argparse.Namespace) -> None:
+    """ValueError about an option that would else fail after the first case was measured, or measure nothing."""
+    if options.loops < 1:
+        raise ValueError(f"--loops is {options.loops}, must be 1 or more.")
+    if not options.seconds > 0:
+        raise ValueError(f"--seconds is {options.seconds}, must be above 0.")
+    for name in ("json", "lock"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name} is {path}, must be a file in a folder that exists.")
 
 
 def case_ids(op: str) -> tuple[str, ...]:
@@ -130,13 +153,23 @@ def part(op: str, module: str) -> ModuleType:
     return importlib.import_module(f"pallas_kernels.{op}.{module}")
 
 
-def _check(op: str, device: Device, parts: list[str], held: _Lock) -> int:
-    """Number of correctness cases that are wrong, or differ between runs."""
-    wrong = 0
+def _check_all(ops: list[str], device: Device, parts: list[str], held: _Lock) -> int:
+    """Number of these ops' correctness cases that are wrong; 1 where no label holds `parts`: nothing was checked."""
+    counts = [_check(op, device, parts, held) for op in ops]
+    if not any(seen for seen, _ in counts):
+        print(f"BAD  --check {' '.join(parts)}: no case of {', '.join(ops)} has a label that holds this", flush=True)
+        return 1
+    return sum(wrong for _, wrong in counts)
+
+
+def _check(op: str, device: Device, parts: list[str], held: _Lock) -> tuple[int, int]:
+    """Number of correctness cases, and of those that are wrong, or differ between runs."""
+    seen = wrong = 0
     check = part(op, "check")
     for label, run in check.checks(device):
         if parts and not any(part in label for part in parts):
             continue
+        seen += 1
         try:
             results = [run()]  # compiles: nothing is held
             with held.shared():
@@ -153,7 +186,7 @@ def _check(op: str, device: Device, parts: list[str], held: _Lock) -> int:
         except Exception as error:
             wrong += 1
             print(f"BAD  {op} {label}: {_brief(error)}", flush=True)
-    return wrong
+    return seen, wrong
 
 
 def _case(case_id: str, device: Device, options: argparse.Namespace, held: _Lock) -> tuple[dict[str, Any], int]:

@@ -5,6 +5,9 @@ pages is cut every `quota` pages. A part may hold the end of one unit, whole uni
 piece of a unit that a part holds is an item. Walking the line, every item either enters the next part or the next
 unit, so part + unit numbers the items without gaps in a unit: that is where an item's partial result lies.
 Latent attention has one kv head: there a unit is a row. Dimension keys: A parts (CTAs, or groups of them), U units.
+
+`split_pages` cuts the line where the load of all rows together wants it. `split_rows` cuts each row by its own length
+alone, so that a row's result is the same to the bit whatever the others are; parts may then hold unlike amounts.
 """
 
 from __future__ import annotations
@@ -96,6 +99,56 @@ def split_pages(
         items_A=jnp.where(closes_A, jnp.arange(parts, dtype=jnp.int32) - first_part_A + 1, 0),
         items_U=(end_U - 1) // quota - first_part_U + 1,
         first_item_U=first_part_U + jnp.arange(len(start_U), dtype=jnp.int32),
+    )
+
+
+def split_rows(length_B: jax.Array, *, kv_heads: int, page_tokens: int, parts: int, min_pages: int) -> Split:
+    """As split_pages, but where a unit is cut depends on its own length and on how many units and parts there are.
+
+    A unit has parts // units parts of its own at most, which share its pages evenly, `min_pages` at least in each; it
+    may need fewer, and what is used comes first. More units than parts: all are whole, neighbours share a part.
+    """
+    pages_U = jnp.repeat(unit_pages(length_B, page_tokens), kv_heads)
+    units = pages_U.shape[0]
+    if units > parts:
+        return _whole_units(pages_U, parts)
+    size_U = jnp.maximum((pages_U + parts // units - 1) // (parts // units), min_pages)
+    items_U = (pages_U + size_U - 1) // size_U
+    end_part_U = jnp.cumsum(items_U, dtype=jnp.int32)
+    first_part_U = end_part_U - items_U
+    part_A = jnp.arange(parts, dtype=jnp.int32)
+    empty_A = part_A >= end_part_U[-1]
+    unit_A = jnp.where(empty_A, 0, (end_part_U <= part_A[:, None]).sum(axis=1, dtype=jnp.int32))
+    turn_A = part_A - first_part_U[unit_A]
+    first_page_A = jnp.where(empty_A, 0, turn_A * size_U[unit_A])
+    closes_A = ~empty_A & (turn_A > 0) & (turn_A == items_U[unit_A] - 1)
+    return Split(
+        first_unit_A=unit_A,
+        first_page_A=first_page_A,
+        last_unit_A=jnp.where(empty_A, -1, unit_A),
+        end_page_A=jnp.where(empty_A, 0, jnp.minimum(first_page_A + size_U[unit_A], pages_U[unit_A])),
+        first_item_A=first_part_U[unit_A] + unit_A,
+        items_A=jnp.where(closes_A, items_U[unit_A], 0),
+        items_U=items_U,
+        first_item_U=first_part_U + jnp.arange(units, dtype=jnp.int32),
+    )
+
+
+def _whole_units(pages_U: jax.Array, parts: int) -> Split:
+    """As many units in one part as in the next, give or take one, none of them cut."""
+    units = pages_U.shape[0]
+    part_A, unit_U = jnp.arange(parts, dtype=jnp.int32), jnp.arange(units, dtype=jnp.int32)
+    first_unit_A, last_unit_A = part_A * units // parts, (part_A + 1) * units // parts - 1
+    none_A = jnp.zeros_like(part_A)
+    return Split(
+        first_unit_A=first_unit_A,
+        first_page_A=none_A,
+        last_unit_A=last_unit_A,
+        end_page_A=pages_U[last_unit_A],
+        first_item_A=part_A + first_unit_A,
+        items_A=none_A,
+        items_U=jnp.ones_like(unit_U),
+        first_item_U=unit_U + (last_unit_A < unit_U[:, None]).sum(axis=1, dtype=jnp.int32),
     )
 
 

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import logging
-import subprocess
 import sys
 import threading
 import time
@@ -25,11 +24,14 @@ from jaxserve.config import Config
 from jaxserve.engine_app import build_engine
 from jaxserve.errors import JaxserveError
 from jaxserve.models.families import model_spec
+from jaxserve.models.spec import ModelSpec
 from jaxserve.options import config_from_options
 from scripts import _demo_run
 from scripts._bench_drivers import EngineDriver, ServerDriver
 from scripts._bench_workloads import WORKLOADS, Ask, BenchError, Driver, Limits, longest_tokens
-from scripts.bench_serve import ROOT, build_parser
+from scripts._commit import commit
+from scripts._report_pages import write_one
+from scripts.bench_serve import build_parser
 
 WARM_ASKS = [Ask(64, 8)] * 2
 
@@ -130,25 +132,22 @@ def conditions(
         "dtype": args.dtype,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,
+        "deterministic": args.deterministic,
         "implementations": dict(implementations),
         "path": "grpc" if args.grpc else "in process",
     }
 
 
-def commit() -> str:
-    """The commit of this tree, marked where files differ from it; "unknown" outside a git checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def spec_of(config: Config) -> ModelSpec:
+    """The facts of the model that is measured."""
+    return model_spec(open_model(config.model.model).config)
 
 
 def fitted(config: Config, names: Sequence[str]) -> Config:
     """The configuration with the context that the workloads need, unless a flag says another."""
     if config.model.max_model_len is not None:
         return config
-    model_max_len = model_spec(open_model(config.model.model).config).max_len
+    model_max_len = spec_of(config).max_len
     schedule = config.schedule
     limits = Limits(
         model_max_len, schedule.max_num_seqs, 0, schedule.max_num_batched_tokens, max_chunks=schedule.max_num_chunks
@@ -250,6 +249,9 @@ def main(argv: Sequence[str]) -> int:
         results.read()  # a file that is none of ours ends the run before it starts
         config = fitted(config_from_options(args.model, cli.options_from(args)), args.workloads)
         failed = (measure_over_grpc if args.grpc else measure_in_process)(args, config, results)
+        if args.report:
+            page = write_one(results.model, spec_of(config), args.json, args.steps, args.report)
+            say(f"report in {page}")
     except (JaxserveError, BenchError, _demo_run.DemoError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)

@@ -1,5 +1,6 @@
 """Where a decode step's time goes: host work against device work, in the real runner with random weights.
 
+Each batch size runs in the program that an engine of as many slots as the largest takes: of 16 rows and more on a GPU.
 For each batch size it reports, in microseconds a step (medians):
   put, call, copy      the three parts of a dispatch while the device is idle: batch to the device, the compiled call
                        itself (argument handling, execute, launch or graph update), the start of the copies back
@@ -12,11 +13,14 @@ For each batch size it reports, in microseconds a step (medians):
 
 Each variant of XLA flags runs in a process of its own. Usage:
   python scripts/bench_step.py CONFIG_DIR --rows 16 64 --context 1024 --json OUT [--variants default no_graphs ...]
+OUT gets an entry under the model's name, or under --label, with the date and the commit; its other entries stay. With
+--kernels it is what `bench_serve.py --report DIR --steps OUT` shows by kernel class.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -29,6 +33,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from scripts._commit import commit  # noqa: E402
+
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION"
 VARIANTS = {
     "default": "",
@@ -36,9 +42,11 @@ VARIANTS = {
     "while_graphs": f"--xla_gpu_enable_command_buffer={GRAPHS},WHILE",
 }
 REPEATS = 30
+LEAST_SLOTS = 16  # an engine of fewer has a program of fewer rows, which XLA makes slower
 
 
-def main() -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """All flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config_dir", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
@@ -50,11 +58,19 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="write a profiler trace of ten steps to this folder")
     parser.add_argument("--kernels", type=int, metavar="N", help="profile a step too: its N longest kernels by name")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--label", help="the name of the entry in the results file (default: the model's)")
+    parser.add_argument("--commit", help="the commit that is measured, where this is no git checkout")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Measures each variant in a process of its own, and records it."""
+    args = build_parser().parse_args()
     if args.child:
         print("RESULT " + json.dumps(measure(args)))
         return 0
+    record(args, {})  # a file that is none of ours ends the run before it starts
     results: dict[str, Any] = {}
     for variant in args.variants:
         flags = " ".join((os.environ.get("XLA_FLAGS", ""), VARIANTS[variant])).strip()
@@ -65,9 +81,32 @@ def main() -> int:
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         results[variant] = json.loads(lines[-1][7:]) if lines else {"failed": done.returncode}
         print(variant, json.dumps(results[variant], indent=1), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0
+        record(args, results)
+    return int(any("failed" in result for result in results.values()))
+
+
+def record(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Put what was measured so far into the results file, where one is asked for; ends the run if it holds no table."""
+    if args.json is None:
+        return
+    try:
+        table = json.loads(args.json.read_text()) if args.json.exists() else {}
+        entries = dict(table)
+    except (TypeError, ValueError):
+        sys.exit(f"bench_step: --json: {args.json} holds no table, allowed: a results file or a new one")
+    if all("failed" in result for result in results.values()):
+        return  # an earlier entry stays
+    model = args.config_dir.resolve().name
+    entry = {
+        "model": model,
+        "context_tokens": args.context,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": args.commit or commit(),
+        "variants": results,
+    }
+    if args.layers:
+        entry["layers"] = args.layers
+    args.json.write_text(json.dumps(entries | {args.label or model: entry}, indent=1) + "\n")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,6 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     from jaxserve.batch import Bucket, Program
     from jaxserve.config import CacheConfig, Config, DeviceFacts, ModelConfig, RuntimeConfig, ScheduleConfig, resolve
+    from jaxserve.engine.buckets import Buckets
     from jaxserve.models.families import model_spec
     from jaxserve.runtime.start import start_runner
 
@@ -86,7 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.layers:
         model["num_hidden_layers"] = args.layers
     spec = model_spec(model)
-    most = max(args.rows)
+    most = max(*args.rows, LEAST_SLOTS)
     wanted = Config(
         ModelConfig(str(args.config_dir), random_weights=True, max_model_len=args.context + 256),
         cache=CacheConfig(),
@@ -95,18 +135,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     platform = "cpu" if jax.devices()[0].platform == "cpu" else "cuda"
     config, _ = resolve(wanted, DeviceFacts(platform, "", 1, spec.max_len, spec.dtype))
-    buckets = [Bucket(Program.MIXED, most + 64), *(Bucket(Program.DECODE, rows) for rows in args.rows)]
+    sizes = Buckets.from_config(config.runtime, config.schedule)
+    programs = {rows: sizes.choose(Program.DECODE, rows) for rows in args.rows}
+    buckets = [Bucket(Program.MIXED, most + 64), *dict.fromkeys(programs.values())]
     started = start_runner(spec, config, buckets, None, spec.vocab_size, lambda line: print(line, flush=True))
     out: dict[str, Any] = {"start_s": {name: round(s, 2) for name, s in started.times_s.items()}}
     out["device"] = jax.devices()[0].device_kind
     out["arrays"] = {"weights": len(started.runner.leaves), "state": len(jax.tree.leaves(started.runner.state))}
-    for rows in args.rows:
-        out[f"decode_{rows}"] = measure_bucket(started.runner, started.shape, Bucket(Program.DECODE, rows), args)
+    for rows, bucket in programs.items():
+        out[f"decode_{rows}"] = measure_bucket(started.runner, started.shape, bucket, rows, args)
     return out
 
 
-def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one decode bucket."""
+def measure_bucket(runner: Any, shape: Any, bucket: Any, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All figures of so many sequences in one decode bucket; its further rows are padding."""
     import jax
     import numpy as np
 
@@ -116,9 +158,9 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     vector = layout.empty()[None]  # one lane
     views = layout.views(vector[0])
     views["flags"][:] = FLAG_RANDOM
-    views["slot"][:] = np.arange(bucket.rows)
-    views["position"][:] = args.context
-    fill_tables(runner, shape, bucket, args.context)
+    views["slot"][:rows] = np.arange(rows)
+    views["position"][:rows] = args.context
+    fill_tables(runner, shape, bucket, rows, args.context)
     tell_rows_apart(runner, shape)
     batch = Batch(bucket, vector)
     step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
@@ -134,7 +176,7 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, args: argparse.Namespac
     if args.kernels:
         out["kernels"] = longest_kernels(call, args.kernels)
     if args.trace:
-        with jax.profiler.trace(str(args.trace / f"decode_{bucket.rows}")):
+        with jax.profiler.trace(str(args.trace / f"decode_{rows}")):
             for _ in range(10):
                 jax.block_until_ready(call())
     return out
@@ -204,13 +246,13 @@ def busy_calls(vector: Any, call: Any) -> dict[str, float]:
     return medians(parts | flood)
 
 
-def fill_tables(runner: Any, shape: Any, bucket: Any, context: int) -> None:
-    """Give each slot pages for its whole context, by the updates of steps that feed nobody."""
+def fill_tables(runner: Any, shape: Any, bucket: Any, rows: int, context: int) -> None:
+    """Give each of so many slots pages for its whole context, by the updates of steps that feed nobody."""
     from jaxserve.batch import Batch, Layout
 
     layout = Layout(bucket, shape)
     pages = context // shape.page_size_tokens + 1
-    entries = [(slot, i, (slot * pages + i) % shape.num_pages) for slot in range(bucket.rows) for i in range(pages)]
+    entries = [(slot, i, (slot * pages + i) % shape.num_pages) for slot in range(rows) for i in range(pages)]
     for first in range(0, len(entries), layout.updates):
         part = entries[first : first + layout.updates]
         vector = layout.empty()[None]

@@ -6,7 +6,17 @@ from dataclasses import fields
 
 import pytest
 
-from jaxserve.config import Config, DeviceFacts, ModelConfig, decode_buckets, mixed_buckets, resolve
+from jaxserve.config import (
+    Config,
+    DeviceFacts,
+    ModelConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+    decode_buckets,
+    mixed_buckets,
+    resolve,
+)
+from jaxserve.engine.buckets import Buckets
 from jaxserve.errors import ConfigError
 from jaxserve.options import PLACES, EngineOptions, config_from_options
 
@@ -72,3 +82,19 @@ def test_buckets_end_in_the_limit() -> None:
     assert decode_buckets(5) == (5,) and decode_buckets(1, "cpu") == (1,)
     assert mixed_buckets(2048) == (64, 256, 1024, 2048) and mixed_buckets(2048, "cpu") == (64, 512, 2048)
     assert mixed_buckets(40) == (40,)
+
+
+def test_a_deterministic_engine_has_one_size_of_decode_steps() -> None:
+    config, _ = resolve(config_from_options("m", {"deterministic": True}), H200)
+    assert (config.runtime.decode_buckets, config.runtime.mixed_buckets) == ((64,), (64, 256, 1024, 2048))
+    buckets = Buckets.from_config(RuntimeConfig(deterministic=True), ScheduleConfig())
+    assert (buckets.decode_rows, buckets.mixed_tokens) == ((64,), (64, 256, 1024, 2048))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "expert_parallel_size": 2}])
+def test_a_deterministic_engine_adds_up_over_two_devices_at_most(sizes: dict[str, int]) -> None:
+    many = DeviceFacts("cuda", "NVIDIA H200", 8, 8192, "bfloat16")
+    resolve(config_from_options("m", sizes), many)
+    resolve(config_from_options("m", {"deterministic": True, "tensor_parallel_size": 2, "data_parallel_size": 4}), many)
+    with pytest.raises(ConfigError, match="expert-parallel-size: got 4, allowed: at most 2 with --deterministic"):
+        resolve(config_from_options("m", {"deterministic": True} | sizes), many)

@@ -14,7 +14,10 @@ SCORED_TOKENS = 256  # a scored step holds float32 logits of every packed token:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes of all step programs, each list rising. They add up, they do not multiply."""
+    """The sizes of all step programs, each list rising. They add up, they do not multiply.
+
+    Under `deterministic` decode steps have one size: a product of matrices may round otherwise where it has more rows.
+    """
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
@@ -29,6 +32,8 @@ class Buckets:
         for flag, sizes, least in (("--decode-buckets", decode, seqs), ("--mixed-buckets", mixed, seqs + 1)):
             if sizes[0] < 1 or sizes[-1] < least:
                 raise ConfigError(f"{flag}: got {sizes}, allowed: sizes of at least 1, the largest at least {least}")
+        if runtime.deterministic:
+            decode = decode[-1:]
         return cls(decode, mixed, min(SCORED_TOKENS, mixed[-1]))
 
     def choose(self, program: Program, rows: int) -> Bucket:

@@ -11,6 +11,10 @@ from jaxserve.engine.pack import Packed, PackedLane
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import Finish, Logprobs
 
+REPEAT_SENTENCE = (
+    "after a preemption the sequence was computed again and token {place} of its output came out as {token}, where "
+    "{emitted} had been sent: this is a fault of --deterministic"
+)
 NAN_SENTENCE = "the model's logits held NaN at this position; the sequence was ended, others are not affected"
 
 
@@ -25,6 +29,8 @@ def collect(ledger: Ledger, packed: Packed, out: StepOut) -> None:
             row_Q = slice(0, len(same_Q))  # the usual case, without copies
         else:
             row_Q = same_Q.nonzero()[0]
+        if ledger.deterministic:
+            row_Q = collect_repeated(ledger, lane, part, out, np.arange(len(same_Q))[row_Q])
         if len(part.slot_Q[row_Q]):
             collect_tokens(ledger, lane, part, out, row_Q, bool(packed.flags & FLAG_LOGPROBS))
         if lane.slots.leaving:
@@ -64,6 +70,22 @@ def collect_tokens(
             ledger.finish(sequence, reason, int(token_Q[i]), logprobs=entries.get(i))
 
 
+def collect_repeated(ledger: Ledger, lane: Lane, part: PackedLane, out: StepOut, row_Q: np.ndarray) -> np.ndarray:
+    """Take in the tokens that a lane's preempted sequences have sent before; returns the other rows of `row_Q`."""
+    slots, outputs, slot_Q = lane.slots, lane.slots.outputs, part.slot_Q[row_Q]
+    again_Q = outputs.count_S[slot_Q] < outputs.sent_S[slot_Q]
+    for row in row_Q[again_Q].tolist():
+        slot = int(part.slot_Q[row])
+        sequence, place = slots.tenant(slot), int(outputs.count_S[slot])
+        token, emitted = int(out.token_ids[lane.index, row]), int(sequence.to_repeat[place])
+        if token != emitted:
+            sentence = REPEAT_SENTENCE.format(place=place, token=token, emitted=emitted)
+            ledger.finish(sequence, Finish.ERROR, error=sentence)
+            continue
+        outputs.append(part.slot_Q[row : row + 1], out.token_ids[lane.index, row : row + 1])
+    return row_Q[~again_Q]
+
+
 def answer(ledger: Ledger, sequence: Sequence) -> None:
     """What goes with a sequence's first row."""
     handle, events = sequence.request.handle, ledger.events
@@ -101,7 +123,12 @@ def collect_scores(lane: Lane, part: PackedLane, out: StepOut) -> None:
     for chunk, generation, at in zip(part.plan.chunks, part.chunk_generations, part.chunk_starts, strict=True):
         sequence = chunk.sequence
         targets = min(chunk.tokens, sequence.num_prompt_tokens - 1 - chunk.start)
-        if lane.slots.generation_S[chunk.slot] != generation or not sequence.wants_scores or targets <= 0:
+        if (
+            lane.slots.generation_S[chunk.slot] != generation
+            or not sequence.wants_scores
+            or sequence.answered
+            or targets <= 0
+        ):
             continue
         rows, top = slice(at, at + targets), sequence.request.prompt_logprobs or 0
         sequence.scores.append(

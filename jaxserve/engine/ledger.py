@@ -20,8 +20,8 @@ class Ledger:
     known when it comes, and with a queue for each lane one could stand idle beside another's queue.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, deterministic: bool = False) -> None:
+        self.shape, self.deterministic = shape, deterministic
         self.lanes = tuple(Lane(index, shape) for index in range(shape.lanes))
         self.waiting = WaitingQueue()
         self.live: dict[int, Sequence] = {}  # by handle
@@ -67,12 +67,20 @@ class Ledger:
             lane.slots.leaving.add(slot)
 
     def requeue(self, sequence: Sequence) -> None:
-        """Back to its old place in the queue with all tokens collected so far; what is in flight is dropped."""
+        """Back to its old place in the queue with all tokens collected so far; what is in flight is dropped.
+
+        A deterministic engine takes it back to its prompt, and repeats what followed.
+        """
         lane, slot = self.lanes[sequence.lane], sequence.slot
         outputs = lane.slots.outputs.of(slot).copy()
         lane.pool.release(slot, int(lane.slots.last_step_S[slot]))
         lane.slots.vacate(slot)
-        sequence.token_ids = np.concatenate((sequence.token_ids, outputs))
+        if not self.deterministic:
+            sequence.token_ids = np.concatenate((sequence.token_ids, outputs))
+        else:
+            sequence.wants_scores = sequence.request.prompt_logprobs is not None  # the same programs as before
+            if len(outputs) > len(sequence.to_repeat):
+                sequence.to_repeat = outputs
         sequence.preemptions += 1
         sequence.scores.clear()  # a prompt that was not done is scored from its start again
         self.waiting.add(sequence)

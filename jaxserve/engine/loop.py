@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxserve.batch import Batch, Install, Shape, StepOut
+from jaxserve.batch import Batch, Install, Program, Shape, StepOut
 from jaxserve.config import RuntimeConfig, ScheduleConfig
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.collect import collect
@@ -85,7 +85,7 @@ class Engine:
     ) -> None:
         """`emit` gets one EventBatch a step, from the loop's thread, and must not block. `clock` counts seconds."""
         assert shape.num_slots == schedule.max_num_seqs, (shape, schedule)
-        self.ledger = Ledger(shape)
+        self.ledger = Ledger(shape, runtime.deterministic)
         self.step_count = 0
         buckets = Buckets.from_config(runtime, schedule)
         self._limits = Limits(
@@ -94,12 +94,14 @@ class Engine:
             page_size_tokens=shape.page_size_tokens,
             num_pages=shape.num_pages,
             buckets=buckets,
+            deterministic=runtime.deterministic,
         )
         self._packer = Packer(shape, buckets.all())
         self._runner, self._emit, self._clock = runner, emit, clock
         self._inbox = Inbox()
         self._in_flight: InFlight | None = None
-        self._last_was_scored = False
+        self._last_was_scored = self._last_had_prompts = False
+        self._last_mixed_tokens = 0
         self._draining = False
         self._meter = Meter(clock())
 
@@ -186,12 +188,17 @@ class Engine:
     def _dispatch(self) -> InFlight | None:
         """Plan the next step and start it; None if there is nothing to run."""
         ledger = self.ledger
-        plan = schedule(View(self._limits, ledger.lanes, ledger.waiting, self._last_was_scored))
+        last = (self._last_was_scored, self._last_had_prompts, self._last_mixed_tokens)
+        plan = schedule(View(self._limits, ledger.lanes, ledger.waiting, *last))
         packed = self._packer.apply(plan, ledger, self.step_count + 1)
         if packed is None:
             return None
         self.step_count += 1
-        self._last_was_scored = packed.is_scored
+        self._last_had_prompts = any(part.plan.chunks for part in packed.lanes)
+        if self._last_had_prompts or not ledger.deterministic:
+            self._last_was_scored = packed.is_scored
+        if packed.batch.bucket.program is Program.MIXED:
+            self._last_mixed_tokens = packed.batch.bucket.rows
         now_s = self._clock()
         for part in packed.lanes:
             for chunk in part.plan.chunks:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.batch import FLAGS_WORD, Batch, Bucket, Install, Layout, Program, Shape
+from jaxserve.batch import FLAG_FILTER, FLAG_RANDOM, FLAGS_WORD, Batch, Bucket, Install, Layout, Program, Shape
 from jaxserve.engine.lane import Lane
 from jaxserve.engine.ledger import Ledger
 from jaxserve.engine.schedule import LanePlan, Plan
@@ -84,6 +84,8 @@ class Packer:
             if len(part.slot_Q):
                 flags |= int(np.bitwise_or.reduce(lane.slots.flag_S[part.slot_Q]))
             parts.append(part)
+        if ledger.deterministic and flags & FLAG_RANDOM:
+            flags |= FLAG_FILTER  # a draw is rounded otherwise where the filters are left out
         vector[:, FLAGS_WORD] = flags
         return Packed(step, Batch(plan.bucket, vector), installs, flags, parts)
 

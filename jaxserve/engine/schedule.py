@@ -13,11 +13,18 @@ Rules, in order; a lane is a rank of data parallelism with slots and pages of it
 4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work. A lane that has
    none runs other prompts in a scored step, as far as they go into its bucket.
 5. All lanes run one program in the smallest bucket that takes each of them.
+
+A deterministic engine's requests get the same numbers in any company. There a token must go through the same program
+whatever else runs, and stand in its prompt's chunks where it always does, so:
+- decode rows and prompts never share a step but take turns, and rule 4 puts no prompt into the others' scored steps;
+- all chunks of a prompt go through mixed steps of one size, that of its whole length, with prompts of that size only;
+  sizes take turns, too: the oldest prompt's and that of the shortest remainder;
+- chunks end at multiples of `piece_tokens` of their prompt, or with it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -29,6 +36,7 @@ from jaxserve.engine.pages import pages_for
 from jaxserve.engine.sequence import Sequence, WaitingQueue
 
 SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
+PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
 HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
 
 
@@ -41,6 +49,17 @@ class Limits:
     page_size_tokens: int
     num_pages: int
     buckets: Buckets
+    deterministic: bool = False
+
+    def piece_tokens(self, budget_tokens: int) -> int:
+        """See above: a power of two of which the oldest prompt's share of a step's budget always holds one."""
+        if not self.deterministic:
+            return 1
+        return min(PIECE_TOKENS, 1 << (max(1, budget_tokens // 2).bit_length() - 1))
+
+    def step_tokens(self, sequence: Sequence) -> int:
+        """Size of the mixed steps that a deterministic engine runs a prompt in."""
+        return self.buckets.choose(Program.MIXED, min(len(sequence.token_ids), self.budget_tokens)).rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +69,9 @@ class View:
     limits: Limits
     lanes: tuple[Lane, ...]
     waiting: WaitingQueue
-    last_was_scored: bool
+    last_was_scored: bool  # of a deterministic engine: the last step that had prompts
+    last_had_prompts: bool = False
+    last_mixed_tokens: int = 0  # size of the last mixed step
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +96,10 @@ class DecodeRows:
     preempt: tuple[int, ...]  # slots
     free_pages: int
 
-    def held_back(self) -> DecodeRows:
-        """No row this time, and the pages that they would have grown into are left."""
+    def held_back(self, keep_pages: bool = False) -> DecodeRows:
+        """No row this time, and the pages that they would have grown into are left, or kept for the next step."""
         nobody = self.slot_D[:0]
-        return DecodeRows(nobody, nobody, self.preempt, self.free_pages + len(self.growing_N))
+        return DecodeRows(nobody, nobody, self.preempt, self.free_pages + (0 if keep_pages else len(self.growing_N)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +135,12 @@ class Candidate:
     owned: int  # pages
     tokens: int = 0  # given so far
 
+    def most_tokens(self, room_tokens: int, piece_tokens: int) -> int:
+        """Of its prompt, what a chunk may hold that has so much room."""
+        if room_tokens >= self.remaining:
+            return self.remaining
+        return max(0, (self.start + room_tokens) // piece_tokens * piece_tokens - self.start)
+
 
 @dataclass(slots=True, eq=False)
 class Prompts:
@@ -130,6 +157,8 @@ def schedule(view: View) -> Plan:
     """Decide the next step."""
     rows = [decode_rows(view.limits, lane) for lane in view.lanes]
     is_waiting = len(view.waiting) > 0
+    if view.limits.deterministic and view.last_had_prompts and any(len(part.slot_D) for part in rows):
+        return decode_alone(view, [LanePlan(part) for part in rows])
     for lane, part in zip(view.lanes, rows, strict=True):
         if lane.slots.prefilling or (is_waiting and lane.slots.free and part.free_pages):
             return with_prompts(view, rows, find_prompts(view, rows))
@@ -220,7 +249,8 @@ def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
     tokens = len(sequence.token_ids)
-    need_pages = pages_for(min(tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
+    fed_tokens = tokens + len(sequence.to_repeat)
+    need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
     if need_pages <= best.spare_pages:
         best.candidates.append(Candidate(sequence, -1, 0, tokens, 0))
         best.spare_pages -= need_pages
@@ -239,14 +269,36 @@ def with_prompts(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> 
     if not any(part.candidates for part in prompts):
         return decode_alone(view, [LanePlan(part) for part in rows])
     parts = [*zip(view.lanes, rows, prompts, strict=True)]
+    plans = []
+    for scored, step_tokens in attempts(view, rows, prompts):
+        plans = [lane_plan(view.limits, *part, scored, step_tokens) for part in parts]
+        chunks = [chunk for plan in plans for chunk in plan.chunks]
+        if any(chunk.sequence.wants_scores or not scored for chunk in chunks):
+            tokens = step_tokens or max(plan.tokens for plan in plans)
+            return Plan(view.limits.buckets.choose(Program.SCORED if scored else Program.MIXED, tokens), plans)
+    return decode_alone(view, [replace(plan, rows=part) for plan, part in zip(plans, rows, strict=True)])
+
+
+def attempts(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> list[tuple[bool, int]]:
+    """Steps with prompts to try in turn: whether it is scored, and the size of a mixed one, 0: what fits."""
+    mixed = [(False, step_tokens) for step_tokens in mixed_sizes(view, prompts)]
     if wants_scored(view, rows, prompts):
-        plans = [lane_plan(view.limits, *part, scored=True) for part in parts]
-        if any(chunk.sequence.wants_scores for plan in plans for chunk in plan.chunks):
-            return Plan(view.limits.buckets.choose(Program.SCORED, max(plan.tokens for plan in plans)), plans)
-    plans = [lane_plan(view.limits, *part, scored=False) for part in parts]
-    if any(plan.chunks for plan in plans):
-        return Plan(view.limits.buckets.choose(Program.MIXED, max(plan.tokens for plan in plans)), plans)
-    return decode_alone(view, plans)
+        return [(True, 0), *mixed]
+    return [*mixed, (True, 0)] if view.limits.deterministic else mixed
+
+
+def mixed_sizes(view: View, prompts: list[Prompts]) -> list[int]:
+    """Sizes of mixed steps, first that whose turn it is; 0: any size that holds what there is."""
+    limits = view.limits
+    if not limits.deterministic:
+        return [0]
+    plain = [candidate for part in prompts for candidate in part.candidates if not candidate.sequence.wants_scores]
+    plain.sort(key=lambda candidate: candidate.sequence.arrival)
+    sizes = [limits.step_tokens(candidate.sequence) for candidate in plain]
+    if sizes and sizes[0] == view.last_mixed_tokens:
+        shortest = min(plain, key=lambda candidate: candidate.remaining)
+        sizes.insert(0, limits.step_tokens(shortest.sequence))
+    return [*dict.fromkeys(sizes)]
 
 
 def wants_scored(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> bool:
@@ -256,7 +308,8 @@ def wants_scored(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> 
         scored = [candidate for candidate in part.candidates if candidate.sequence.wants_scores]
         some_scored |= bool(scored)
         some_wait |= len(scored) < len(part.candidates)
-        some_wait |= len(lane_rows.slot_D) > most_rows(view.limits.buckets, bool(scored))
+        if not view.limits.deterministic:
+            some_wait |= len(lane_rows.slot_D) > most_rows(view.limits.buckets, bool(scored))
     return some_scored and not (view.last_was_scored and some_wait)
 
 
@@ -265,30 +318,38 @@ def most_rows(buckets: Buckets, has_scored: bool) -> int:
     return buckets.scored_tokens // 2 if has_scored else buckets.scored_tokens
 
 
-def lane_plan(limits: Limits, lane: Lane, rows: DecodeRows, prompts: Prompts, scored: bool) -> LanePlan:
-    """A lane's rows and chunks in a step that is `scored` or not."""
+def lane_plan(
+    limits: Limits, lane: Lane, rows: DecodeRows, prompts: Prompts, scored: bool, step_tokens: int = 0
+) -> LanePlan:
+    """A lane's rows and chunks in a step that is `scored` or not; `step_tokens`: with prompts of that size only."""
     plain = [candidate for candidate in prompts.candidates if not candidate.sequence.wants_scores]
     candidates, budget_tokens, use_rows = plain, limits.budget_tokens, rows
+    if limits.deterministic:
+        use_rows = rows.held_back(keep_pages=True)
+    if step_tokens:
+        candidates = [candidate for candidate in plain if limits.step_tokens(candidate.sequence) == step_tokens]
+        budget_tokens = min(budget_tokens, step_tokens)
     if scored:
         has_scored = len(plain) < len(prompts.candidates)
-        if has_scored:
+        if has_scored or limits.deterministic:
             candidates = [candidate for candidate in prompts.candidates if candidate.sequence.wants_scores]
         budget_tokens = limits.buckets.scored_tokens
-        if len(rows.slot_D) > most_rows(limits.buckets, has_scored):
+        if len(use_rows.slot_D) > most_rows(limits.buckets, has_scored):
             use_rows = rows.held_back()
-    share_budget(candidates, budget_tokens - len(use_rows.slot_D), limits.max_chunks)
-    chunks = cut_chunks(limits, lane, candidates, use_rows.free_pages)
+    piece_tokens = limits.piece_tokens(budget_tokens)
+    share_budget(candidates, budget_tokens - len(use_rows.slot_D), limits.max_chunks, piece_tokens)
+    chunks = cut_chunks(limits, lane, candidates, use_rows.free_pages, piece_tokens)
     return LanePlan(use_rows, chunks, tuple(prompts.passed))
 
 
-def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: int) -> None:
+def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: int, piece_tokens: int = 1) -> None:
     """Rule 2: set each candidate's `tokens`; `candidates` are sorted by arrival."""
     for candidate in candidates:
         candidate.tokens = 0
     chunks, left_tokens = 0, budget_tokens
     half_tokens = (budget_tokens + 1) // 2
     for candidate in candidates[: max(1, max_chunks // 2)]:
-        candidate.tokens = min(candidate.remaining, half_tokens)
+        candidate.tokens = candidate.most_tokens(half_tokens, piece_tokens)
         half_tokens -= candidate.tokens
         left_tokens -= candidate.tokens
         chunks += candidate.tokens > 0
@@ -296,20 +357,22 @@ def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: in
         if left_tokens <= 0:
             break
         if candidate.tokens or chunks < max_chunks:
-            more_tokens = min(candidate.remaining - candidate.tokens, left_tokens)
+            more_tokens = candidate.most_tokens(candidate.tokens + left_tokens, piece_tokens) - candidate.tokens
             chunks += candidate.tokens == 0 and more_tokens > 0
             candidate.tokens += more_tokens
             left_tokens -= more_tokens
 
 
-def cut_chunks(limits: Limits, lane: Lane, candidates: list[Candidate], free_pages: int) -> tuple[Chunk, ...]:
+def cut_chunks(
+    limits: Limits, lane: Lane, candidates: list[Candidate], free_pages: int, piece_tokens: int = 1
+) -> tuple[Chunk, ...]:
     """Chunks for which there are pages, older prompts first; the next free slots for those who have none."""
     page_size_tokens = limits.page_size_tokens
     free_slots = iter(reversed(lane.slots.free))
     chunks = []
     for candidate in candidates:
         room_tokens = (candidate.owned + free_pages) * page_size_tokens - candidate.start
-        tokens = min(candidate.tokens, room_tokens)
+        tokens = candidate.most_tokens(min(candidate.tokens, room_tokens), piece_tokens)
         if tokens <= 0:
             continue
         pages = max(0, pages_for(candidate.start + tokens, page_size_tokens) - candidate.owned)

@@ -39,6 +39,9 @@ class Sequence:
     queue_s: float | None = None  # None: never scheduled
     answered: bool = False  # its first row has been emitted
     scores: list[Logprobs] = field(default_factory=list)  # of the prompt, a part a chunk
+    # Outputs that were emitted before a preemption, int32: a deterministic engine decodes them again, since prefilled
+    # they would be rounded otherwise, and emits none of them twice.
+    to_repeat: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
     def of(cls, request: TokenRequest, arrival: int) -> Sequence:

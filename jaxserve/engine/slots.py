@@ -39,6 +39,7 @@ class Outputs:
 
     def __init__(self, num_slots: int) -> None:
         self.count_S = np.zeros(num_slots, np.int32)  # collected ones
+        self.sent_S = np.zeros(num_slots, np.int32)  # so many had been sent before, and are only repeated
         self._most = 0  # no count is higher; exact only when it would not fit
         self._token_SX = np.zeros((num_slots, FIRST_OUTPUT_COLUMNS), np.int32)
 
@@ -107,6 +108,7 @@ class SlotTable:
         self.computed_S[slot] = 0
         self.limit_S[slot] = sequence.limit_tokens
         self.last_step_S[slot] = 0
+        self.outputs.sent_S[slot] = len(sequence.to_repeat)
         self.flag_S[slot] = step_flags(request)
         self.top_S[slot] = -1 if request.logprobs is None else request.logprobs
         self.stops.set(slot, request.stop_token_ids)

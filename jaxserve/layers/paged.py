@@ -45,6 +45,7 @@ class Paged:
     table_BM: jax.Array  # int32: block tables of the rows that may decode
     length_B: jax.Array  # int32: their tokens in the cache, the new one included; 0 for the others
     chunks: Chunks | None = None  # None: a pure decode step
+    invariant: bool = False  # a decode row's result is the same to the bit whatever the others are
 
     def write(
         self,
@@ -69,7 +70,8 @@ class Paged:
         """Causal attention of every packed row over its sequence's pages: [T, N, G, E]."""
         options = {"scale": scale, "device": self.device, "implementation": self.implementation}
         rows = self.length_B.shape[0]
-        decoded = gqa_decode(query_TNGE[:rows], *cache, self.table_BM, self.length_B, **options)
+        places = (self.table_BM, self.length_B)
+        decoded = gqa_decode(query_TNGE[:rows], *cache, *places, **options, invariant=self.invariant)
         if self.chunks is None:
             return decoded
         chunks = self.chunks
@@ -102,7 +104,7 @@ class Paged:
     def decode_latent(self, query_BHL: jax.Array, cache: Cache, rank: int, scale: float) -> jax.Array:
         """Attention of the decode rows over the latents, whose first `rank` dimensions are the values: [B, H, rank]."""
         options = {"rank": rank, "scale": scale, "device": self.device, "implementation": self.implementation}
-        return mla_decode(query_BHL, *cache, self.table_BM, self.length_B, **options)
+        return mla_decode(query_BHL, *cache, self.table_BM, self.length_B, **options, invariant=self.invariant)
 
     def prefill_latent(
         self, query_THE: jax.Array, cache: Cache, key_up_HNR: jax.Array, value_up_HVR: jax.Array, scale: float

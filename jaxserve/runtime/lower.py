@@ -66,9 +66,13 @@ def lower_step(
 def lower_steps(
     split: SplitDecoder, buckets: Sequence[Bucket], options: StepOptions, shapes: State, mesh: Mesh
 ) -> dict[str, Lowering]:
-    """Every bucket's step by name in the order of the buckets, then the plain forms, which are a GPU's only."""
+    """Every bucket's step by name in the order of the buckets, then the plain forms, which are a GPU's only.
+
+    No plain forms where steps are deterministic: which form a step takes depends on all its requests, and two programs
+    are not promised to round alike.
+    """
     steps = {name_of(bucket): lower_step(split, bucket, options, shapes, mesh) for bucket in buckets}
-    if options.device.platform != "cpu":
+    if options.device.platform != "cpu" and not options.deterministic:
         steps |= {
             name_of(bucket, plain=True): lower_step(split, bucket, options, shapes, mesh, plain=True)
             for bucket in buckets

@@ -22,7 +22,7 @@ from jaxserve.runtime.state import SlotTables, unpack_bits
 from jaxserve.runtime.vocab import Vocab
 from pallas_kernels.device import Device
 from pallas_kernels.sampling import contract as sampling
-from pallas_kernels.sampling.xla import largest_threshold, ordered_bits
+from pallas_kernels.sampling import xla as sampling_xla
 
 GREEDY_BELOW = 1e-5  # temperatures under it are greedy
 
@@ -192,19 +192,10 @@ def penalise(logits_QV: jax.Array, slot_Q: jax.Array, slots: SlotTables, vocab: 
 
 def keep_likely(scaled_QV: jax.Array, filters: Filters, vocab: Vocab) -> jax.Array:
     """-inf for what top_k, then top_p over what is left, and min_p leave out. Ties with a threshold stay in."""
-    order_QV, top_p_Q = ordered_bits(scaled_QV), filters.top_p_Q
-    wanted_Q = jnp.where(filters.top_k_Q > 0, filters.top_k_Q, vocab.width)
-    highest_Q = vocab.max(order_QV.max(axis=1))
-    by_k_Q = largest_threshold(lambda t: vocab.sum(jnp.sum(order_QV >= t[:, None], axis=1)) >= wanted_Q, highest_Q)
     peak_Q1 = vocab.max(scaled_QV.max(axis=1))[:, None]
-    weight_QV = jnp.where(order_QV >= by_k_Q[:, None], jnp.exp(scaled_QV - peak_Q1), 0.0)
-    mass_Q = top_p_Q * vocab.sum(weight_QV.sum(axis=1))
-    by_p_Q = largest_threshold(
-        lambda t: vocab.sum(jnp.sum(jnp.where(order_QV >= t[:, None], weight_QV, 0.0), axis=1)) >= mass_Q, highest_Q
-    )
-    by_p_Q = jnp.where(top_p_Q < 1.0, by_p_Q, jnp.uint32(0))
-    likely_QV = scaled_QV >= peak_Q1 + jnp.log(filters.min_p_Q[:, None])
-    return jnp.where((order_QV >= jnp.maximum(by_k_Q, by_p_Q)[:, None]) & likely_QV, scaled_QV, -jnp.inf)
+    numbers = (filters.top_k_Q, filters.top_p_Q, filters.min_p_Q, jnp.ones_like(filters.top_p_Q))
+    kept_QV = sampling_xla.kept(scaled_QV, jnp.exp(scaled_QV - peak_Q1), peak_Q1, *numbers, vocab)
+    return jnp.where(kept_QV, scaled_QV, -jnp.inf)
 
 
 def uniform(seed_I: jax.Array, position: jax.Array) -> jax.Array:

@@ -207,7 +207,9 @@ def make_plan(order: Order, workers: ExitStack, workspace_bytes: int | None = No
     num_pages = size_pool(order, workspace_bytes)
     if known:
         num_pages = known.pages_for(num_pages)
-    options = StepOptions(make_shape(config, num_pages, order.vocab_size), device, config.runtime.attention)
+    options = StepOptions(
+        make_shape(config, num_pages, order.vocab_size), device, config.runtime.attention, config.runtime.deterministic
+    )
     shapes = state_shapes(order.spec, options.shape, jnp.dtype(config.model.dtype), order.mesh)
     shelf = engine_shelf.about(options, placed_shapes(shapes))
     engine_shelf.save_pool(Pool(num_pages, workspace_bytes))

@@ -43,6 +43,7 @@ class StepOptions:
     shape: Shape
     device: Device
     attention: str  # a registry name, or "auto"
+    deterministic: bool = False  # a row's numbers are the same to the bit whatever else the step holds
 
 
 def make_step(split: SplitDecoder, bucket: Bucket, options: StepOptions, plain: bool = False) -> Step:
@@ -99,6 +100,7 @@ def decode(
         offset_B,
         table_BM,
         length_B=jnp.where(live_B, position_B + 1, 0),
+        invariant=options.deterministic,
     )
     hidden_BD, caches = model(state.slots.last_token_S[slot_B], position_B, state.caches, paged)
     slots, sampled = draw_tokens(model, hidden_BD, slot_B, position_B + 1, state, batch, options, plain)
@@ -127,6 +129,7 @@ def mixed(
         chunks=Chunks(
             table_SM[batch["chunk_slot"]], batch["chunk_start"], batch["chunk_tokens"], batch["chunk_position"]
         ),
+        invariant=options.deterministic,
     )
     hidden_TD, caches = model(token_T, position_T, state.caches, paged)
     row_Q = batch["sample_row"]

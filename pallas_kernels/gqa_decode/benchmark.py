@@ -34,7 +34,7 @@ CASE_IDS = (
     "gqa_decode 32/2 s4 b64 kv4k",
     "gqa_decode 8/1 e256 b64 kv4k",
 )
-_PATTERN = re.compile(r"gqa_decode (\d+)/(\d+)(?: e(\d+))?(?: s(\d+))? b(\d+) kv(\d+)(k?)")
+PATTERN = re.compile(r"gqa_decode (\d+)/(\d+)(?: e(\d+))?(?: s(\d+))? b(\d+) kv(\d+)(k?)")
 
 
 def build(case_id: str, device: Device) -> Problem:
@@ -42,7 +42,7 @@ def build(case_id: str, device: Device) -> Problem:
 
     As in a model: each call of a step has a layer's own pools; table and lengths are the step's.
     """
-    heads, kv_heads, head_dim, tokens, rows, length, kilo = _PATTERN.fullmatch(case_id).groups()
+    heads, kv_heads, head_dim, tokens, rows, length, kilo = PATTERN.fullmatch(case_id).groups()
     N, E, B, S = int(kv_heads), int(head_dim or 128), int(rows), int(tokens or 1)
     G, L = int(heads) // N, int(length) * (1024 if kilo else 1)
     M = L // PAGE_TOKENS

@@ -48,6 +48,11 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
     yield _check("slices one row of 64k among short", (5, 65500, 64, 300), 1, 4, 128, device, slices=True)
     yield _check("slices few parts", many, 2, 16, 128, device, slices=True, parts=7, min_pages=1)
 
+    for lengths, kv_heads, head_dim in ((LENGTHS, 2, 128), (many, 8, 128), (LENGTHS, 3, 64), ((4096,) * 16, 2, 128)):
+        label = f"invariant {len(lengths)} rows n{kv_heads} e{head_dim}"
+        case = DecodeCase(label, lengths, kv_heads, 4, head_dim, mosaic_gpu.PAGE_TOKENS, "bfloat16")
+        yield label, _alone(case, device)
+
 
 def passes(found: Difference) -> bool:
     """Within the bounds of bf16, and NaN or Inf nowhere."""
@@ -83,3 +88,20 @@ def _check(
         return jax.device_put(inputs), dense(*inputs, scale=case.scale), call
 
     return label, run
+
+
+def _alone(case: DecodeCase, device: Device) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """Some rows, the others empty, against all together: NaN where a bit differs."""
+    *arrays, length_B = make_inputs(case, seed=0)
+    expected = dense(*arrays, length_B, scale=case.scale)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, invariant=True))
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        together = np.asarray(call(*arrays, length_B), np.float32)
+        for row in range(0, len(length_B), max(1, len(length_B) // 8)):
+            only_B = np.where(np.arange(len(length_B)) == row, length_B, 0).astype(np.int32)
+            alone = np.asarray(call(*arrays, only_B), np.float32)[row]
+            together[row] = np.where(alone == together[row], alone, np.nan)
+        return together, expected
+
+    return run

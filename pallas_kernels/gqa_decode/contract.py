@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "gqa_decode"
@@ -41,6 +42,7 @@ def gqa_decode(
     scale: float,
     device: Device,
     implementation: str = registry.AUTO,
+    invariant: bool = False,
 ) -> jax.Array:
     """softmax(scale q k^T) v over the pages that `table_BM[b]` names, causal where a row has several query tokens.
 
@@ -53,6 +55,8 @@ def gqa_decode(
       length_B: int32, tokens in the cache with the query tokens; 0 is a padded row and gives zeros.
       scale: of the scores, commonly E ** -0.5.
       device, implementation: see registry.select.
+      invariant: a row's result is the same to the bit whatever the other rows hold, for one number of rows. Without,
+        where a row is cut for several processors to share it depends on the lengths of all.
 
     Returns:
       As q in shape and dtype; scores and softmax are fp32.
@@ -60,8 +64,11 @@ def gqa_decode(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    if q.ndim not in (4, 5):
-        raise ValueError(f"{OP}: q is {q.shape}, must be [B, N, G, E] or [B, S, N, G, E].")
+    require(OP, "q", q, "B N G E", "B S N G E")
+    for name, pool in (("k", k_PNKE), ("v", v_PNKE)):
+        require(OP, name, pool, "P N K E")
+    require(OP, "table", table_BM, "B M", dtypes=INTEGERS)
+    require(OP, "length", length_B, "B", dtypes=INTEGERS)
     rows, tokens, kv_heads, group, head_dim = q.shape if q.ndim == 5 else (q.shape[0], 1, *q.shape[1:])
     if not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"{OP}: q has {tokens} query tokens a row, must be 1 to {MOST_TOKENS}.")
@@ -76,4 +83,5 @@ def gqa_decode(
     sizes = (k_PNKE.shape[2], table_BM.shape[1], str(q.dtype), tokens)
     shapes = GqaDecodeShapes(rows, kv_heads, group, head_dim, *sizes)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(q, k_PNKE, v_PNKE, table_BM, length_B, scale=scale, device=device)
+    options = {"scale": scale, "device": device, "invariant": invariant}
+    return chosen.run(q, k_PNKE, v_PNKE, table_BM, length_B, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,10 +13,12 @@ from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
 from pallas_kernels.gqa_decode.kernel import PAGE_TOKENS, Tuning, decode, num_words, padded, unit_rows
 from pallas_kernels.grid_sync import zero_words
-from pallas_kernels.split import records, split_pages
+from pallas_kernels.split import records, split_pages, split_rows
 
 _CTA_BYTES, _HALF_SM_BYTES = 232448, 115712  # shared memory of the one CTA of an SM, and of each of two
 _WAITING_PARTS = 128  # one CTA an SM, and a power of two, as mla_decode's
+# A fixed split: several parts for each of a batch's units, though most are empty while the batch is small.
+_FIXED_PARTS = 1056
 _SLICED_UNITS = 32  # rows x kv heads; with more, slices were slower (NOTES.md)
 _MOST_PRODUCTS = 8192  # head dimension x queries of a unit: a thread's registers
 
@@ -37,8 +40,10 @@ def why_not(shapes: GqaDecodeShapes, device: Device) -> str | None:
     return None
 
 
-def choose(units: int, head_dim: int, queries: int, device: Device) -> Tuning:
+def choose(units: int, head_dim: int, queries: int, device: Device, invariant: bool = False) -> Tuning:
     """units: rows x kv heads. A bucket of few rows may have one live row only, whose latency is what counts."""
+    if invariant:  # no part waits for another, so there may be more than run at once
+        return dataclasses.replace(tuning_for(head_dim, queries), parts=_FIXED_PARTS)
     in_slices = units <= _SLICED_UNITS and head_dim % 128 == 0 and device.sms >= _WAITING_PARTS
     return tuning_in_slices(head_dim, queries) if in_slices else tuning_for(head_dim, queries)
 
@@ -65,7 +70,7 @@ def _shared_bytes(head_dim: int, heads: int) -> tuple[int, int]:
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("scale", "device", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "device", "invariant", "tuning", "interpret"))
 def run(
     q: jax.Array,
     k_PNKE: jax.Array,
@@ -75,6 +80,7 @@ def run(
     *,
     scale: float,
     device: Device,
+    invariant: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -86,12 +92,11 @@ def run(
     q_BSNGE = q if q.ndim == 5 else q[:, None]
     B, S, N, G, E = q_BSNGE.shape
     P, _, K, _ = k_PNKE.shape
-    tuning = tuning or choose(B * N, E, S * G, device)
+    tuning = tuning or choose(B * N, E, S * G, device, invariant)
     if tuning.merge == "slices" and tuning.parts > device.sms:
         raise ValueError(f"there are {tuning.parts} parts that wait for each other, must be {device.sms} at most.")
-    split = split_pages(
-        length_B, kv_heads=N, page_tokens=K, parts=tuning.parts, min_pages=tuning.min_pages, align=tuning.align
-    )
+    cut = {"kv_heads": N, "page_tokens": K, "parts": tuning.parts, "min_pages": tuning.min_pages}
+    split = split_rows(length_B, **cut) if invariant else split_pages(length_B, **cut, align=tuning.align)
     words = zero_words(jnp.resize(split.items_U, (num_words(tuning.parts, B * N),)))
     out_BSNGE = decode(
         _queries(q_BSNGE),

@@ -24,8 +24,12 @@ def run(
     *,
     scale: float,
     device: Device,
+    invariant: bool = False,
 ) -> jax.Array:
-    """See the contract. Every row is a tile of its query tokens."""
+    """See the contract. Every row is a tile of its query tokens.
+
+    invariant: holds in any case: blocks have one size, and those past a row's end add exact zeros.
+    """
     q_BSNGE = q if q.ndim == 5 else q[:, None]
     tokens = q_BSNGE.shape[1]
     visible_BS = length_B[:, None] - tokens + 1 + jnp.arange(tokens)

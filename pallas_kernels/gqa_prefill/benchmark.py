@@ -23,13 +23,13 @@ CASE_IDS = (
     "gqa_prefill 32/2 b16 q512 kv4k",
     "gqa_prefill 32/32 b4 q2048 kv2k",
 )
-_PATTERN = re.compile(r"gqa_prefill (\d+)/(\d+) b(\d+) q(\d+) kv(\d+)k")
+PATTERN = re.compile(r"gqa_prefill (\d+)/(\d+) b(\d+) q(\d+) kv(\d+)k")
 _HEAD_DIM = 128
 
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; pages in random order."""
-    heads, N, R, queries, kilo = (int(number) for number in _PATTERN.fullmatch(case_id).groups())
+    heads, N, R, queries, kilo = (int(number) for number in PATTERN.fullmatch(case_id).groups())
     E, G, length = _HEAD_DIM, heads // N, kilo * 1024
     M = length // mosaic_gpu.PAGE_TOKENS
     live_bytes = 2 * R * length * N * E * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
             case = PrefillCase(name, tokens, chunks, kv_heads, group, head_dim, page, "bfloat16")
             for variant, tuning in VARIANTS.items():
                 yield f"{name} {variant}", _runner(case, device, tuning)
+            yield f"{name} alone", alone(case, device)
 
 
 VARIANTS = {
@@ -47,3 +49,26 @@ def _runner(
     expected = dense(*inputs, scale=case.scale)
     call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, tuning=tuning))
     return lambda: (np.asarray(call(*inputs), np.float32), expected)
+
+
+def alone(case: PrefillCase, device: Device, **options: Any) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """Each chunk by itself, at the first packed rows, against all together: NaN where a bit differs.
+
+    options: of mosaic_gpu.run.
+    """
+    q, *pools, start_R, tokens_R, position_R = make_inputs(case, seed=0)
+    expected = dense(q, *pools, start_R, tokens_R, position_R, scale=case.scale)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, **options))
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        together = np.asarray(call(q, *pools, start_R, tokens_R, position_R), np.float32)
+        for chunk, (start, tokens) in enumerate(zip(start_R.tolist(), tokens_R.tolist(), strict=True)):
+            rows = slice(start, start + tokens)
+            only_q = np.full_like(q, np.nan)
+            only_q[:tokens] = q[rows]
+            only_R = np.where(np.arange(len(tokens_R)) == chunk, tokens_R, 0).astype(np.int32)
+            alone = np.asarray(call(only_q, *pools, np.zeros_like(start_R), only_R, position_R), np.float32)
+            together[rows] = np.where(alone[:tokens] == together[rows], together[rows], np.nan)
+        return together, expected
+
+    return run

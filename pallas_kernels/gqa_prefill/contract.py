@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "gqa_prefill"
@@ -60,6 +61,10 @@ def gqa_prefill(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require(OP, "q", q_TNGE, "T N G E")
+    for name, pool in (("k", k_PNKE), ("v", v_PNKE)):
+        require(OP, name, pool, "P N K E")
+    require(OP, "table", table_RM, "R M", dtypes=INTEGERS)
     tokens, kv_heads, group, head_dim = q_TNGE.shape
     chunks = table_RM.shape[0]
     if v_PNKE.shape != k_PNKE.shape:
@@ -69,6 +74,7 @@ def gqa_prefill(
     if not q_TNGE.dtype == k_PNKE.dtype == v_PNKE.dtype:
         raise ValueError(f"{OP}: dtypes {q_TNGE.dtype}, {k_PNKE.dtype}, {v_PNKE.dtype} must be one.")
     for name, array in (("start", start_R), ("tokens", tokens_R), ("position", position_R)):
+        require(OP, name, array, "R", dtypes=INTEGERS)
         if array.shape != (chunks,):
             raise ValueError(f"{OP}: {name} is {array.shape}, must be {(chunks,)}, one a row of the table.")
     shapes = GqaPrefillShapes(

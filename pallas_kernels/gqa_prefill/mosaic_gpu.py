@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
-from pallas_kernels.gqa_prefill.kernel import PAGE_TOKENS, TILE_TOKENS, Tuning, prefill
-from pallas_kernels.gqa_prefill.tiles import cut_tiles, find_gaps
+from pallas_kernels.gqa_prefill.kernel import PAGE_TOKENS, Tuning, prefill
+from pallas_kernels.query_tiles import TILE_TOKENS, cut_tiles
 
 
 def why_not(shapes: GqaPrefillShapes, device: Device) -> str | None:
@@ -53,8 +53,7 @@ def run(
         k_PNKE.reshape(P * N, K, E),
         v_PNKE.reshape(P * N, K, E),
         table_RM,
-        cut_tiles(start_R, tokens_R, position_R, tokens=q_THE.shape[0], tile_tokens=TILE_TOKENS),
-        find_gaps(start_R, tokens_R, tokens=q_THE.shape[0], block_rows=TILE_TOKENS),
+        cut_tiles(start_R, tokens_R, position_R, tokens=q_THE.shape[0]),
         kv_heads=N,
         scale=scale,
         tuning=tuning or Tuning(),

@@ -31,7 +31,7 @@ CASE_IDS = (
     "grouped_gemm 64x2048x1408 m49152 uneven gate_up",
     "grouped_gemm 64x1408x2048 m49152 uneven down",
 )
-_PATTERN = re.compile(r"grouped_gemm (\d+)x(\d+)x(\d+) m(\d+)( uneven)?(?: (gate_up|down))?")
+PATTERN = re.compile(r"grouped_gemm (\d+)x(\d+)x(\d+) m(\d+)( uneven)?(?: (gate_up|down))?")
 
 
 def build(case_id: str, device: Device) -> Problem:
@@ -68,7 +68,7 @@ def build(case_id: str, device: Device) -> Problem:
 
 
 def _parse(case_id: str) -> tuple[tuple[int, ...], bool, str | None]:
-    found = _PATTERN.fullmatch(case_id)
+    found = PATTERN.fullmatch(case_id)
     if found is None:
         raise ValueError(f"case id is {case_id!r}, must be like {CASE_IDS[0]!r} or {CASE_IDS[-1]!r}.")
     *numbers, uneven, part = found.groups()

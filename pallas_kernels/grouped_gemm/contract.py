@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "grouped_gemm"
@@ -54,7 +55,10 @@ def gate_up(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    if w_X2FD.ndim != 4 or w_X2FD.shape[1] != 2 or w_X2FD.shape[3] != x_TD.shape[1]:
+    require("gate_up", "x", x_TD, "T D", dtypes=DTYPES)
+    require("gate_up", "row", row_A, "A", dtypes=INTEGERS)
+    require("gate_up", "w", w_X2FD, "X 2 F D", dtypes=DTYPES)
+    if w_X2FD.shape[1] != 2 or w_X2FD.shape[3] != x_TD.shape[1]:
         raise ValueError(f"gate_up: weights are {w_X2FD.shape}, must be [X, 2, F, {x_TD.shape[1]}] for these tokens.")
     shapes = _shapes("gate_up", x_TD, w_X2FD, size_X, row_A.shape[0])
     chosen = registry.select(OP, shapes, device, implementation)
@@ -85,8 +89,10 @@ def down(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require("down", "h", h_AF, "A F", dtypes=DTYPES)
+    require("down", "w", w_XDF, "X D F", dtypes=DTYPES)
     rows, width = h_AF.shape
-    if w_XDF.ndim != 3 or w_XDF.shape[2] != width:
+    if w_XDF.shape[2] != width:
         raise ValueError(f"down: weights are {w_XDF.shape}, must be [X, D, {width}] for these rows.")
     if weight_A.shape != (rows,) or weight_A.dtype != jnp.float32:
         raise ValueError(f"down: weight_A is {weight_A.dtype} {weight_A.shape}, must be float32 {(rows,)}.")
@@ -98,8 +104,9 @@ def down(
 
 def _shapes(name: str, x: jax.Array, w_XPNK: jax.Array, size_X: jax.Array, rows: int) -> GroupedGemmShapes:
     experts, products, columns, inner = w_XPNK.shape
+    require(name, "size", size_X, "X", dtypes=INTEGERS)
     if size_X.shape != (experts,):
         raise ValueError(f"{name}: size is {size_X.shape}, must be {(experts,)}, one an expert.")
-    if x.dtype != w_XPNK.dtype or str(x.dtype) not in DTYPES:
-        raise ValueError(f"{name}: dtypes {x.dtype} and {w_XPNK.dtype} must be one of {', '.join(DTYPES)}, and one.")
+    if x.dtype != w_XPNK.dtype:
+        raise ValueError(f"{name}: dtypes {x.dtype} and {w_XPNK.dtype} must be one.")
     return GroupedGemmShapes(rows, experts, products, inner, columns, str(x.dtype))

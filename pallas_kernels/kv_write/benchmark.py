@@ -34,7 +34,7 @@ CASE_IDS = (
     "kv_write 96/8 t8192 norm",
     "kv_write 32/32 t8192",
 )
-_PATTERN = re.compile(r"kv_write (\d+)/(\d+) t(\d+)(?: (glm4|norm))?")
+PATTERN = re.compile(r"kv_write (\d+)/(\d+) t(\d+)(?: (glm4|norm))?")
 _HEAD_DIM, _EPS = 128, 1e-6
 _FORMS = {None: Rotary(128), "glm4": Rotary(64, interleaved=True), "norm": Rotary(64)}
 
@@ -54,7 +54,7 @@ class Fed:
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; rows go to random places of a pool that they fill."""
-    heads, kv_heads, rows, form = _PATTERN.fullmatch(case_id).groups()
+    heads, kv_heads, rows, form = PATTERN.fullmatch(case_id).groups()
     N, T, E, rotary = int(kv_heads), int(rows), _HEAD_DIM, _FORMS[form]
     G = int(heads) // N
     P = -(-T // _PAGE_TOKENS)
@@ -91,7 +91,7 @@ def build(case_id: str, device: Device) -> Problem:
 
 def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     """Named ways to run the op; `every`: other tunings of the kernel and the XLA form, too."""
-    form = _PATTERN.fullmatch(problem.case_id)[4]
+    form = PATTERN.fullmatch(problem.case_id)[4]
     options = {"rotary": _FORMS[form], "eps": _EPS if form == "norm" else None}
     found = {"mosaic_gpu": _step(mosaic_gpu.run, **options)}
     if every:

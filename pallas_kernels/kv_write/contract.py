@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 from pallas_kernels.rotary import Rotary
 
@@ -65,7 +66,7 @@ def kv_write(
       page_T, offset_T: int32; a row whose page is the number of pages P (or any other page outside the pool, -1 too)
         is not written, only its queries are returned.
       rotary: which dimensions turn, and how they pair.
-      bias_NSE: added to the rows first, or None. norm: see QkNorm, or None. A form may round to the
+      bias_NSE: in the rows' dtype, added to them first, or None. norm: see QkNorm, or None. A form may round to the
         rows' dtype after each step, or once at the end.
       device, implementation: see registry.select.
 
@@ -75,6 +76,10 @@ def kv_write(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    for name, array, axes in (("k", k_PNKE, "P N K E"), ("v", v_PNKE, "P N K E"), ("qkv", qkv_TNSE, "T N S E")):
+        require(OP, name, array, axes)
+    for name, array in (("page", page_T), ("offset", offset_T)):
+        require(OP, name, array, "T", dtypes=INTEGERS)
     _, kv_heads, page_tokens, head_dim = k_PNKE.shape
     rows, slots = qkv_TNSE.shape[0], qkv_TNSE.shape[2]
     if v_PNKE.shape != k_PNKE.shape or not k_PNKE.dtype == v_PNKE.dtype == qkv_TNSE.dtype:
@@ -96,6 +101,10 @@ def kv_write(
         raise ValueError(f"{OP}: bias is {bias_NSE.shape}, must be {qkv_TNSE.shape[1:]}.")
     if norm is not None and not norm.q_scale_E.shape == norm.k_scale_E.shape == (head_dim,):
         raise ValueError(f"{OP}: scales are {norm.q_scale_E.shape} and {norm.k_scale_E.shape}, must be {(head_dim,)}.")
+    scales = () if norm is None else (norm.q_scale_E, norm.k_scale_E)
+    for name, array in (("bias", bias_NSE), *(("scale", one) for one in scales)):
+        if array is not None and array.dtype != qkv_TNSE.dtype:
+            raise ValueError(f"{OP}: {name} is {array.dtype}, must be {qkv_TNSE.dtype} as the rows.")
     shapes = KvWriteShapes(
         rows=rows,
         kv_heads=kv_heads,
@@ -108,7 +117,6 @@ def kv_write(
         dtype=str(k_PNKE.dtype),
     )
     chosen = registry.select(OP, shapes, device, implementation)
-    scales = () if norm is None else (norm.q_scale_E, norm.k_scale_E)
     arrays = (k_PNKE, v_PNKE, qkv_TNSE, cos_TC, sin_TC, page_T, offset_T)
     eps = None if norm is None else norm.eps
     return chosen.run(*arrays, bias_NSE=bias_NSE, scales_2E=scales, rotary=rotary, eps=eps)

@@ -30,7 +30,7 @@ CASE_IDS = (
     "latent_write h128 t16",
     "latent_write h128 t8192",
 )
-_PATTERN = re.compile(r"latent_write (?:h(\d+) )?t(\d+)")
+PATTERN = re.compile(r"latent_write (?:h(\d+) )?t(\d+)")
 _PAGE_TOKENS, _RANK, _NOPE, _ROPE, _Q_RANK, _EPS = 64, 512, 128, 64, 1536, 1e-6
 _OPTIONS = {"rotary": Rotary(_ROPE, interleaved=True), "eps": _EPS}
 
@@ -49,7 +49,7 @@ class Fed:
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; rows go to random places of a pool that they fill."""
-    heads, rows = _PATTERN.fullmatch(case_id).groups()
+    heads, rows = PATTERN.fullmatch(case_id).groups()
     H, T, L = int(heads or 16), int(rows), _RANK + _ROPE
     W = L + (_Q_RANK if heads else 0)
     P = -(-T // _PAGE_TOKENS)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 from pallas_kernels.rotary import Rotary
 
@@ -68,14 +69,19 @@ def latent_write(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require(OP, "the pool", latent_PKL, "P K L")
+    require(OP, "down", down_TW, "T W")
+    require(OP, "scale", scale_R, "R")
+    require(OP, "q", q_THE, "T H E")
+    for name, array in (("page", page_T), ("offset", offset_T)):
+        require(OP, name, array, "T", dtypes=INTEGERS)
     _, page_tokens, latent_dim = latent_PKL.shape
     rows, width = down_TW.shape
     heads, head_dim = q_THE.shape[1:]
     rank = scale_R.shape[0]
-    if not latent_PKL.dtype == down_TW.dtype == q_THE.dtype:
-        raise ValueError(
-            f"{OP}: pool {latent_PKL.dtype}, rows {down_TW.dtype} and queries {q_THE.dtype} must have one dtype."
-        )
+    if not latent_PKL.dtype == down_TW.dtype == q_THE.dtype == scale_R.dtype:
+        given = f"pool {latent_PKL.dtype}, rows {down_TW.dtype}, queries {q_THE.dtype} and scale {scale_R.dtype}"
+        raise ValueError(f"{OP}: {given} must have one dtype.")
     if rotary.dims != latent_dim - rank:
         raise ValueError(f"{OP}: {rotary.dims} dimensions turn, must be the pool's {latent_dim} less {rank}.")
     rotary.check(OP, head_dim)

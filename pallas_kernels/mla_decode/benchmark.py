@@ -40,7 +40,7 @@ CASE_IDS = (
     "mla_decode h16 s4 b1 kv64k",
     "mla_decode h16 s4 b132 kv4k",
 )
-_PATTERN = re.compile(r"mla_decode h(\d+)(?: s(\d+))? b(\d+) kv(\d+)(k?)")
+PATTERN = re.compile(r"mla_decode h(\d+)(?: s(\d+))? b(\d+) kv(\d+)(k?)")
 _SCALE = 192**-0.5
 # Tunings that are tried beside the default: for few queries a row, for many.
 _FEW = (
@@ -56,7 +56,7 @@ _MANY = (
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; every row has the case's length; pages in random order."""
-    heads, new, rows, tokens, kilo = _PATTERN.fullmatch(case_id).groups()
+    heads, new, rows, tokens, kilo = PATTERN.fullmatch(case_id).groups()
     H, B, length = int(heads), int(rows), int(tokens) * (1024 if kilo else 1)
     queries = (B, int(new), H) if new else (B, H)
     M = length // PAGE_TOKENS

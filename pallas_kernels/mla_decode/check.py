@@ -47,6 +47,10 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
             tuning = replace(mosaic_gpu.tuning_for(heads), **changes)
             yield f"{case.name} {changes}", _runner(case, device, tuning)
 
+    for heads, lengths in ((16, LENGTHS), (20, many), (128, LENGTHS), (16, (4000,) * 3), (128, many[:24] * 6)):
+        case = DecodeCase(f"h{heads} {len(lengths)} rows", lengths, heads, mosaic_gpu.PAGE_TOKENS, dtype="bfloat16")
+        yield f"invariant {case.name}", _alone(case, device)
+
 
 def passes(found: Difference) -> bool:
     """Within the bounds of bf16, and NaN or Inf nowhere."""
@@ -60,3 +64,21 @@ def _runner(case: DecodeCase, device: Device, tuning: mosaic_gpu.Tuning) -> Call
     options = {"rank": case.rank, "scale": case.scale, "device": device, "tuning": tuning}
     call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, **options))
     return lambda: (np.asarray(call(*inputs), np.float32), expected)
+
+
+def _alone(case: DecodeCase, device: Device) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """Some rows, the others empty, against all together: NaN where a bit differs."""
+    *arrays, length_B = make_inputs(case, seed=0)
+    expected = dense(*arrays, length_B, rank=case.rank, scale=case.scale)
+    options = {"rank": case.rank, "scale": case.scale, "device": device, "invariant": True}
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, **options))
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        together = np.asarray(call(*arrays, length_B), np.float32)
+        for row in range(0, len(length_B), max(1, len(length_B) // 8)):
+            only_B = np.where(np.arange(len(length_B)) == row, length_B, 0).astype(np.int32)
+            alone = np.asarray(call(*arrays, only_B), np.float32)[row]
+            together[row] = np.where(alone == together[row], alone, np.nan)
+        return together, expected
+
+    return run

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "mla_decode"
@@ -41,6 +42,7 @@ def mla_decode(
     scale: float,
     device: Device,
     implementation: str = registry.AUTO,
+    invariant: bool = False,
 ) -> jax.Array:
     """softmax(scale q c^T) c[:, :rank] over the tokens c, of the pages that `table_BM[b]` names, up to q's own.
 
@@ -58,6 +60,8 @@ def mla_decode(
       rank: value dimensions, 1 to L.
       scale: of the scores, by the model's own head dimension (never L ** -0.5).
       device, implementation: see registry.select.
+      invariant: a row's result is the same to the bit whatever the other rows hold, for one number of rows. Without,
+        where a row is cut for several processors to share it depends on the lengths of all.
 
     Returns:
       [B, H, rank] or [B, S, H, rank] in q's dtype; scores and softmax are fp32.
@@ -65,13 +69,15 @@ def mla_decode(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
-    if q_BHL.ndim not in (3, 4):
-        raise ValueError(f"{OP}: q is {q_BHL.shape}, must be [B, H, L] or [B, S, H, L].")
+    require(OP, "q", q_BHL, "B H L", "B S H L")
+    require(OP, "the pool", latent_PKL, "P K L")
+    require(OP, "table", table_BM, "B M", dtypes=INTEGERS)
+    require(OP, "length", length_B, "B", dtypes=INTEGERS)
     rows, *more, heads, latent_dim = q_BHL.shape
     tokens = more[0] if more else 1
     if not 0 < tokens <= MOST_TOKENS:
         raise ValueError(f"{OP}: q has {tokens} query tokens a row, must be 1 to {MOST_TOKENS}.")
-    if latent_PKL.ndim != 3 or latent_PKL.shape[2] != latent_dim:
+    if latent_PKL.shape[2] != latent_dim:
         raise ValueError(f"{OP}: the pool is {latent_PKL.shape}, must be [P, K, {latent_dim}] for these queries.")
     if not 0 < rank <= latent_dim:
         raise ValueError(f"{OP}: rank is {rank}, must be 1 to {latent_dim}, the dimensions of a cached row.")
@@ -82,7 +88,8 @@ def mla_decode(
     pages = (latent_PKL.shape[1], table_BM.shape[1])
     shapes = MlaDecodeShapes(rows, heads, latent_dim, rank, *pages, str(q_BHL.dtype), tokens)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(q_BHL, latent_PKL, table_BM, length_B, rank=rank, scale=scale, device=device)
+    options = {"rank": rank, "scale": scale, "device": device, "invariant": invariant}
+    return chosen.run(q_BHL, latent_PKL, table_BM, length_B, **options)
 
 
 def fold_tokens(q: jax.Array) -> tuple[jax.Array, int]:

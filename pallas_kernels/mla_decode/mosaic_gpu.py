@@ -13,7 +13,7 @@ from pallas_kernels.mla_decode import few_heads, many_turns
 from pallas_kernels.mla_decode.common import LATENT_DIM, PAGE_TOKENS, RANK, Tuning
 from pallas_kernels.mla_decode.contract import MlaDecodeShapes, fold_tokens
 from pallas_kernels.mla_decode.many_common import BLOCK_QUERIES
-from pallas_kernels.split import split_pages
+from pallas_kernels.split import split_pages, split_rows
 
 FEW_QUERIES = 32  # heads x query tokens of a row; beyond, they are wgmma's rows and no longer its columns
 _MOST_HEADS = 128
@@ -48,7 +48,7 @@ def tuning_for(queries: int) -> Tuning:
 
 
 # Under jit of its own, the kernels of all layers are traced, lowered and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("rank", "scale", "device", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("rank", "scale", "device", "invariant", "tuning", "interpret"))
 def run(
     q_BHL: jax.Array,
     latent_PKL: jax.Array,
@@ -58,6 +58,7 @@ def run(
     rank: int,
     scale: float,
     device: Device,
+    invariant: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -67,8 +68,8 @@ def run(
     queries = q_BQL.shape[1]
     tuning = tuning or tuning_for(queries)
     few = queries <= FEW_QUERIES
-    cut = {"parts": tuning.parts, "min_pages": tuning.min_pages, "align": not few}
-    split = split_pages(length_B, kv_heads=1, page_tokens=PAGE_TOKENS, **cut)
+    cut = {"kv_heads": 1, "page_tokens": PAGE_TOKENS, "parts": tuning.parts, "min_pages": tuning.min_pages}
+    split = split_rows(length_B, **cut) if invariant else split_pages(length_B, **cut, align=not few)
     # Few are wgmma's columns: 8 would cost what 16 do, and layout inference fails on them. Many are its rows.
     padded = max(16, queries + -queries % 8) if few else queries + -queries % BLOCK_QUERIES
     # In two parts, which the caller has joined: XLA drops both the joining and this cutting.

@@ -28,8 +28,12 @@ def run(
     rank: int,
     scale: float,
     device: Device,
+    invariant: bool = False,
 ) -> jax.Array:
-    """See the contract. The loop runs to the longest row."""
+    """See the contract. The loop runs to the longest row.
+
+    invariant: holds in any case: blocks have one size, and those past a row's end add exact zeros.
+    """
     shape = (*q_BHL.shape[:-1], rank)
     q_BHL, tokens = fold_tokens(q_BHL)
     B, H, L = q_BHL.shape

@@ -35,13 +35,13 @@ CASE_IDS = (
     "mla_prefill h16 b8 q1k kv8k with expansion",
     "mla_prefill 256/256 h20 b1 q4k with expansion",
 )
-_PATTERN = re.compile(r"mla_prefill (256/256 )?h(\d+) b(\d+) q(\d+)k(?: kv(\d+)k)?( with expansion)?")
+PATTERN = re.compile(r"mla_prefill (256/256 )?h(\d+) b(\d+) q(\d+)k(?: kv(\d+)k)?( with expansion)?")
 _ROPE, _RANK = 64, 512
 
 
 def build(case_id: str, device: Device) -> Problem:
     """Random data for a case; pages in random order."""
-    wide, heads, requests, new, cached, whole = _PATTERN.fullmatch(case_id).groups()
+    wide, heads, requests, new, cached, whole = PATTERN.fullmatch(case_id).groups()
     H, R, queries, length = int(heads), int(requests), int(new) * 1024, int(cached or new) * 1024
     nope_dim, value_dim = (192, 256) if wide else (128, 128)
     T, M = R * queries, length // PAGE_TOKENS
@@ -114,7 +114,7 @@ def _attention(tuning: Tuning) -> Step:
     def step(fed: jax.Array, shared: tuple[jax.Array, ...], own: tuple[jax.Array, ...]) -> jax.Array:
         q, latent, table, *borders = shared
         T, H, _ = q.shape
-        work = plan(
+        tiles, where = plan(
             *borders,
             tokens=T,
             request_tokens=table.shape[1] * PAGE_TOKENS,
@@ -122,8 +122,8 @@ def _attention(tuning: Tuning) -> Step:
             row_bytes=(own[0].shape[1] + own[1].shape[1]) * 2,
             scratch_rows=own[0].shape[0],
         )
-        first = jnp.zeros((1,), jnp.int32)
-        return attend(q, latent, *own, table, first, first, work, scale=q.shape[2] ** -0.5, tuning=tuning, into_THV=fed)
+        pass_1, options = jnp.zeros((1,), jnp.int32), {"scale": q.shape[2] ** -0.5, "tuning": tuning, "into_THV": fed}
+        return attend(q, latent, *own, table, pass_1, tiles, where.sizes_3, **options)
 
     return step
 

@@ -41,6 +41,7 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
         }.items():
             call = jax.jit(lambda *arrays, o=options, s=case.scale: _poisoned(arrays, scale=s, device=device, **o))
             yield f"{model} t{tokens} h{heads} {variant}", _runner(call, inputs, expected)
+        yield f"{model} t{tokens} h{heads} alone", alone(case, device)
 
 
 def passes(found: Difference) -> bool:
@@ -57,3 +58,26 @@ def _poisoned(arrays: tuple[jax.Array, ...], **options: Any) -> jax.Array:
 
 def _runner(call: Any, inputs: tuple[np.ndarray, ...], expected: np.ndarray) -> Callable[..., Any]:
     return lambda: (np.asarray(call(*inputs), np.float32), expected)
+
+
+def alone(case: PrefillCase, device: Device, **options: Any) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """Each chunk by itself, at the first packed rows, against all together: NaN where a bit differs.
+
+    options: of mosaic_gpu.run.
+    """
+    q, *pools, start_R, tokens_R, position_R = make_inputs(case, seed=0)
+    expected = dense(q, *pools, start_R, tokens_R, position_R, scale=case.scale)
+    call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, **options))
+
+    def run() -> tuple[np.ndarray, np.ndarray]:
+        together = np.asarray(call(q, *pools, start_R, tokens_R, position_R), np.float32)
+        for chunk, (start, tokens) in enumerate(zip(start_R.tolist(), tokens_R.tolist(), strict=True)):
+            rows = slice(start, start + tokens)
+            only_q = np.full_like(q, np.nan)
+            only_q[:tokens] = q[rows]
+            only_R = np.where(np.arange(len(tokens_R)) == chunk, tokens_R, 0).astype(np.int32)
+            alone = np.asarray(call(only_q, *pools, np.zeros_like(start_R), only_R, position_R), np.float32)
+            together[rows] = np.where(alone[:tokens] == together[rows], together[rows], np.nan)
+        return together, expected
+
+    return run

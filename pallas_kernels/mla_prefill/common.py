@@ -1,18 +1,10 @@
-"""What the kernels of mla_prefill share: sizes, layouts and what may be tuned."""
+"""What the kernels of mla_prefill share: the page, and what may be tuned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 PAGE_TOKENS = 64
-ROWS = 64  # rows of a warpgroup: wgmma's M
-COLUMNS = 64  # bf16 elements of a swizzled row
-SWIZZLE = plgpu.SwizzleTransform(128)
-SWIZZLED = (plgpu.TilingTransform((8, COLUMNS)), SWIZZLE)
-TILE = plgpu.Layout.WGMMA
-COPY = 2  # the warpgroup that copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import INTEGERS, require
 from pallas_kernels.device import Device
 
 OP = "mla_prefill"
@@ -68,6 +69,11 @@ def mla_prefill(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require(OP, "q", q_THE, "T H E")
+    require(OP, "the pool", latent_PKL, "P K L")
+    require(OP, "key_up", key_up_HNR, "H nope rank")
+    require(OP, "value_up", value_up_HVR, "H V rank")
+    require(OP, "table", table_RM, "R M", dtypes=INTEGERS)
     tokens, heads, head_dim = q_THE.shape
     chunks = table_RM.shape[0]
     _, nope_dim, rank = key_up_HNR.shape
@@ -77,12 +83,13 @@ def mla_prefill(
         raise ValueError(f"{OP}: key_up is {key_up_HNR.shape}, must be [{heads}, at most {head_dim}, rank].")
     if value_up_HVR.shape != (heads, value_dim, rank):
         raise ValueError(f"{OP}: value_up is {value_up_HVR.shape}, must be [{heads}, V, {rank}] as key_up says.")
-    if latent_PKL.ndim != 3 or latent_PKL.shape[2] != rank + rope_dim:
+    if latent_PKL.shape[2] != rank + rope_dim:
         raise ValueError(f"{OP}: the pool is {latent_PKL.shape}, must be [P, K, {rank} + {rope_dim}].")
     if not q_THE.dtype == latent_PKL.dtype == key_up_HNR.dtype == value_up_HVR.dtype:
         given = f"{q_THE.dtype}, {latent_PKL.dtype}, {key_up_HNR.dtype}, {value_up_HVR.dtype}"
         raise ValueError(f"{OP}: dtypes {given} must be one.")
     for name, array in (("start", start_R), ("tokens", tokens_R), ("position", position_R)):
+        require(OP, name, array, "R", dtypes=INTEGERS)
         if array.shape != (chunks,):
             raise ValueError(f"{OP}: {name} is {array.shape}, must be {(chunks,)}, one a row of the table.")
     page_tokens, max_pages = latent_PKL.shape[1], table_RM.shape[1]

@@ -19,8 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_prefill.common import COLUMNS, COPY, PAGE_TOKENS, ROWS, SWIZZLED, TILE, Tuning
-from pallas_kernels.mla_prefill.tiles import BLOCK_ROWS, Work
+from pallas_kernels.mla_prefill.common import PAGE_TOKENS, Tuning
+from pallas_kernels.mla_prefill.tiles import BLOCK_ROWS, Expansion
+from pallas_kernels.tile_attention import COLUMNS, COPY, ROWS, SWIZZLED, TILE
 
 _STAGE_COLUMNS = 128  # of the rank, in flight: weights of 64 KB
 
@@ -33,16 +34,16 @@ def expand(
     value_up_HVR: jax.Array,
     table_RM: jax.Array,
     pass_1: jax.Array,
-    work: Work,
+    where: Expansion,
     *,
     scratch_rows: int,
     tuning: Tuning,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Keys without their rope part [Z, N] and values [Z, V] of the heads of a pass, in the latents' dtype.
 
     Row `head in the pass * rows of a head + base_R[chunk] + token`. Of the values, rows past a chunk's end are zeros up
-    to the next multiple of 128; other rows of no token may be anything. The third is an int32 0 [1] for `attend`.
+    to the next multiple of 128; other rows of no token may be anything.
     """
     heads, nope_dim, rank = key_up_HNR.shape
     value_dim, dtype = value_up_HVR.shape[1], latent_PKL.dtype
@@ -53,19 +54,18 @@ def expand(
     chunks, stages = rank // columns, _STAGE_COLUMNS // columns
 
     def mla_prefill_expand(*refs: Any, **scratch: Any) -> None:
-        names = ("sizes_4", "base_R", "context_R", "chunk_Y", "table_RM", "pass_1", "latent_PKL", "up_key", "up_value")
-        r = SimpleNamespace(**dict(zip((*names, "out_key", "out_value", "zero_1"), refs, strict=True)), **scratch)
+        names = ("sizes_3", "base_R", "context_R", "chunk_Y", "table_RM", "pass_1", "latent_PKL", "up_key", "up_value")
+        r = SimpleNamespace(**dict(zip((*names, "out_key", "out_value"), refs, strict=True)), **scratch)
         r.native, r.pieces, r.columns, r.stages = interpret is None, pieces, columns, stages
         r.chunks, r.steps = chunks, len(pieces) * chunks
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        r.first_head = r.pass_1[0] * r.sizes_4[2]
-        r.heads = jnp.clip(heads - r.first_head, 0, r.sizes_4[2])
-        units = lax.div(r.sizes_4[1], jnp.int32(BLOCK_ROWS)) * r.heads
+        r.first_head = r.pass_1[0] * r.sizes_3[1]
+        r.heads = jnp.clip(heads - r.first_head, 0, r.sizes_3[1])
+        units = lax.div(r.sizes_3[0], jnp.int32(BLOCK_ROWS)) * r.heads
         share = lax.div(units, jnp.int32(ctas))
         rest = units - share * ctas
         r.start = cta * share + jnp.minimum(cta, rest)
         r.end = r.start + share + (cta < rest).astype(jnp.int32)
-        pl.when((cta == 0) & (warpgroup == COPY))(lambda: _zero(r))
         pl.when((r.end > r.start) & (warpgroup < COPY))(lambda: _compute(r, warpgroup))
         pl.when((r.end > r.start) & (warpgroup == COPY))(lambda: _copy(r))
 
@@ -78,7 +78,6 @@ def expand(
         out_type=(
             jax.ShapeDtypeStruct((scratch_rows, nope_dim), dtype),
             jax.ShapeDtypeStruct((scratch_rows, value_dim), dtype),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
         scratch_types={
             "rows_XJC": operand(chunks, BLOCK_ROWS),
@@ -96,12 +95,7 @@ def expand(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     )
-    places = (work.sizes_4, work.base_R, work.context_R, work.chunk_Y, table_RM, pass_1)
-    return call(*places, latent_PKL, key_up_HNR, value_up_HVR)
-
-
-def _zero(r: SimpleNamespace) -> None:
-    r.zero_1[0] = jnp.int32(0)
+    return call(*where, table_RM, pass_1, latent_PKL, key_up_HNR, value_up_HVR)
 
 
 def _unit(r: SimpleNamespace, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -194,7 +188,7 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
                     for i in range(r.chunks):
                         plgpu.barrier_arrive(r.rows_free.at[i])
 
-            row = pl.multiple_of(head * r.sizes_4[1] + block * BLOCK_ROWS + side * ROWS, ROWS)
+            row = pl.multiple_of(head * r.sizes_3[0] + block * BLOCK_ROWS + side * ROWS, ROWS)
             column = 0
             for part, width in zip(parts, widths, strict=True):
                 part_JI = found_JI[:, column : column + width]

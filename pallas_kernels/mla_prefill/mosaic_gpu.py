@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import Device
-from pallas_kernels.mla_prefill.common import COLUMNS, PAGE_TOKENS, Tuning
+from pallas_kernels.mla_prefill.common import PAGE_TOKENS, Tuning
 from pallas_kernels.mla_prefill.contract import MlaPrefillShapes
 from pallas_kernels.mla_prefill.expand import expand
 from pallas_kernels.mla_prefill.kernel import attend
-from pallas_kernels.mla_prefill.tiles import TILE_TOKENS, head_rows, plan
+from pallas_kernels.mla_prefill.tiles import head_rows, plan
+from pallas_kernels.query_tiles import TILE_TOKENS
+from pallas_kernels.tile_attention import COLUMNS
 
 # Of keys and values. One head's longest contexts must fit, for which it may grow up to the limit.
 _SCRATCH_BYTES = 2 << 30
@@ -84,7 +86,7 @@ def run(
     scratch_rows = min(max(scratch_bytes // row_bytes, most_rows), most_rows * H) // TILE_TOKENS * TILE_TOKENS
     # A tile's rows are read whole, so there must be as many.
     q_THE = jnp.pad(q_THE, ((0, max(0, TILE_TOKENS - T)), (0, 0), (0, 0)))
-    work = plan(
+    tiles, where = plan(
         start_R,
         tokens_R,
         position_R,
@@ -99,13 +101,14 @@ def run(
     def one_pass(index: jax.typing.ArrayLike, out_THV: jax.Array | None) -> jax.Array:
         pass_1 = jnp.full((1,), index, jnp.int32)
         options = {"scratch_rows": scratch_rows, "tuning": tuning, "interpret": interpret}
-        key_ZN, value_ZV, counter_1 = expand(latent_PKL, key_up_HNR, value_up_HVR, table_RM, pass_1, work, **options)
+        key_ZN, value_ZV = expand(latent_PKL, key_up_HNR, value_up_HVR, table_RM, pass_1, where, **options)
         options = {"scale": scale, "tuning": tuning, "into_THV": out_THV, "interpret": interpret}
-        return attend(q_THE, latent_PKL, key_ZN, value_ZV, table_RM, pass_1, counter_1, work, **options)
+        arrays = (q_THE, latent_PKL, key_ZN, value_ZV, table_RM, pass_1)
+        return attend(*arrays, tiles, where.sizes_3, **options)
 
     def more_passes(out_THV: jax.Array) -> jax.Array:
         if most_passes > _UNROLLED_PASSES:
-            return lax.fori_loop(1, H // work.sizes_4[2], one_pass, out_THV)
+            return lax.fori_loop(1, H // where.sizes_3[1], one_pass, out_THV)
         for index in range(1, most_passes):
             out_THV = one_pass(index, out_THV)
         return out_THV
@@ -114,5 +117,5 @@ def run(
     least_heads = max(n for n in range(1, H + 1) if H % n == 0 and (n * most_rows <= scratch_rows or n == 1))
     most_passes = H // least_heads
     if most_passes > 1:
-        out_THV = lax.cond(work.sizes_4[2] < H, more_passes, lambda out_THV: out_THV, out_THV)
+        out_THV = lax.cond(where.sizes_3[1] < H, more_passes, lambda out_THV: out_THV, out_THV)
     return out_THV[:T]

@@ -35,7 +35,7 @@ CASE_IDS = (
     "moe_route x256 groups t256",
     "moe_route x256 groups t8192",
 )
-_PATTERN = re.compile(r"moe_route x(\d+) (top(\d+)|groups|bias) t(\d+)")
+PATTERN = re.compile(r"moe_route x(\d+) (top(\d+)|groups|bias) t(\d+)")
 _SETS = 16
 _GROUPS = RouteRule("sigmoid", 8, num_groups=8, kept_groups=4, group_score="top2", renormalise=True, scale=2.5)
 _BIAS = RouteRule("sigmoid", 8, renormalise=True)
@@ -56,7 +56,7 @@ class Fed:
 
 def rule_of(case_id: str) -> tuple[RouteRule, int, int]:
     """Rule, experts and tokens of a case."""
-    experts, kind, top_k, tokens = _PATTERN.fullmatch(case_id).groups()
+    experts, kind, top_k, tokens = PATTERN.fullmatch(case_id).groups()
     rule = {"groups": _GROUPS, "bias": _BIAS}.get(kind) or RouteRule("softmax", int(top_k))
     return rule, int(experts), int(tokens)
 

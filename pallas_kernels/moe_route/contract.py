@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import FLOATS, INTEGERS, require
 from pallas_kernels.device import Device
 from pallas_kernels.moe_route import order
 
@@ -98,6 +99,7 @@ def sort_by_expert(expert_TJ: jax.Array, *, first: jax.Array | int, count: int) 
       first: this device's first expert; may be traced.
       count: X, its number of experts, 1 or more.
     """
+    require("sort_by_expert", "expert", expert_TJ, "T J", dtypes=INTEGERS)
     if count < 1:
         raise ValueError(f"sort_by_expert: count is {count}, must be 1 or more.")
     assignment_A, place_TJ, size_X = order.sort(expert_TJ, first, count)
@@ -108,7 +110,7 @@ class Routed(NamedTuple):
     """What the products of the experts need; int32 but for weight_A, which is fp32.
 
     row_A, weight_A: the token of each sorted assignment of this device's experts, and its weight; past sum(size) any
-    token and any finite weight. place_TJ, size_X: as in Order.
+    token and any weight, NaN too. place_TJ, size_X: as in Order.
     """
 
     row_A: jax.Array
@@ -158,6 +160,7 @@ def moe_route(
     Raises:
       ValueError: shapes, dtypes and rule do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require(OP, "logits", logits_TX, "T X")
     tokens, experts = logits_TX.shape
     if logits_TX.dtype != jnp.float32:
         raise ValueError(f"{OP}: logits are {logits_TX.dtype}, must be float32: close scores tie in less.")
@@ -167,6 +170,8 @@ def moe_route(
         raise ValueError(f"{OP}: live is {live_T.dtype} {live_T.shape}, must be bool {(tokens,)}.")
     if not 1 <= count <= experts:
         raise ValueError(f"{OP}: count is {count}, must be from 1 to the {experts} experts.")
+    if isinstance(first, int) and not 0 <= first <= experts - count:
+        raise ValueError(f"{OP}: first is {first}, must be from 0 to {experts - count}: {count} of {experts} experts.")
     rule.check_experts(experts)
     shapes = MoeRouteShapes(tokens, experts, count, rule, bias_X is not None)
     chosen = registry.select(OP, shapes, device, implementation)
@@ -180,6 +185,8 @@ def combine(y_AD: jax.Array, place_TJ: jax.Array, *, dtype: jax.typing.DTypeLike
       y_AD: sorted rows, already weighted; those past this device's own may be anything, NaN too.
       place_TJ: of the Order; assignments at A and beyond are left out.
     """
+    require("combine", "y", y_AD, "A D", dtypes=(*FLOATS, "float16"))
+    require("combine", "place", place_TJ, "T J", dtypes=INTEGERS)
     if y_AD.shape[0] != place_TJ.size:
         raise ValueError(f"combine: {y_AD.shape[0]} rows, must be {place_TJ.size}, one an assignment.")
     return order.combine(y_AD, place_TJ).astype(dtype)

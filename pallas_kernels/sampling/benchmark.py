@@ -35,12 +35,12 @@ CASE_IDS = (
     "sampling topp v151552 b256",
     "sampling draw v151552 b256",
 )
-_PATTERN = re.compile(r"sampling (topk_topp|topp|draw) v(\d+) b(\d+)( peaked)?")
+PATTERN = re.compile(r"sampling (topk_topp|topp|draw) v(\d+) b(\d+)( peaked)?")
 
 
 def build(case_id: str, device: Device) -> Problem:
     """Random rows for a case."""
-    match = _PATTERN.fullmatch(case_id)
+    match = PATTERN.fullmatch(case_id)
     if match is None:
         raise ValueError(f"{case_id!r} is no case of sampling, must be like {CASE_IDS[0]!r}.")
     filters, vocab, rows, peaked = match.groups()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels import registry
+from pallas_kernels.arguments import require
 from pallas_kernels.device import Device
 
 OP = "sampling"
@@ -59,14 +60,13 @@ def sample(
     Raises:
       ValueError: shapes or dtypes do not belong together. KernelChoiceError: the implementation does not fit.
     """
+    require(OP, "x", x_BV, "B V", dtypes=("float32",))
     rows, vocab = x_BV.shape
     named = {"uniform": uniform_B, "top_k": top_k_B, "top_p": top_p_B, "min_p": min_p_B, "temperature": temperature_B}
     for name, array in named.items():
         wanted = "int32" if name == "top_k" else "float32"
         if array is not None and (array.shape != (rows,) or array.dtype != wanted):
             raise ValueError(f"{OP}: {name} is {array.dtype} {array.shape}, must be {wanted} ({rows},).")
-    if x_BV.dtype != "float32":
-        raise ValueError(f"{OP}: x is {x_BV.dtype}, must be float32.")
     shapes = SamplingShapes(rows, vocab, temperature_B is not None)
     chosen = registry.select(OP, shapes, device, implementation)
     filters = {"top_k_B": top_k_B, "top_p_B": top_p_B, "min_p_B": min_p_B}

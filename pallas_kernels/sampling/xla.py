@@ -6,6 +6,8 @@ Thresholds are searched bit by bit, from the highest down, which is exact; each 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,38 @@ from pallas_kernels.device import Device
 from pallas_kernels.sampling.contract import SamplingShapes
 
 _CHUNK = 128
+
+
+class Columns(Protocol):
+    """Where the columns of a row are: what is found of some becomes what holds of all."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, everywhere."""
+        ...
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Of a number of each part."""
+        ...
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Of a number of each part."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All columns of a row are here."""
+
+    width: int
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The one part's own."""
+        return x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The one part's own."""
+        return x
 
 
 def why_not(shapes: SamplingShapes, device: Device) -> str | None:
@@ -37,39 +71,55 @@ def run(
     weight_BV = x_BV
     if temperature_B is not None:
         weight_BV = jnp.exp((x_BV - jnp.where(jnp.isfinite(peak_B1), peak_B1, 0.0)) / temperature_B[:, None])
-    kept_BV = jnp.ones(x_BV.shape, bool)
-    if top_k_B is not None or top_p_B is not None:
-        kept_BV = likely(x_BV, weight_BV, top_k_B, top_p_B)
-    if min_p_B is not None:
-        least_B1 = min_p_B[:, None]
-        if temperature_B is None:
-            kept_BV &= x_BV >= peak_B1 * least_B1
-        else:
-            kept_BV &= x_BV >= peak_B1 + jnp.log(least_B1) * temperature_B[:, None]
+    filters = (top_k_B, top_p_B, min_p_B, temperature_B)
+    kept_BV = kept(x_BV, weight_BV, peak_B1, *filters, Whole(x_BV.shape[1]))
     left_BV = jnp.where(kept_BV, weight_BV, 0.0)
     whole_B = left_BV.sum(axis=1)
     token_B = draw(left_BV, jnp.minimum(uniform_B * whole_B, jnp.nextafter(whole_B, 0.0)))
-    good_B = (whole_B > 0) & jnp.isfinite(whole_B)
+    # Of all weights: a NaN is below every threshold, and what is left without it would look good.
+    good_B = (whole_B > 0) & jnp.isfinite(weight_BV.sum(axis=1))
     return jnp.where(good_B, token_B, 0), jnp.where(good_B, kept_BV.sum(axis=1, dtype=jnp.int32), 0)
 
 
-def likely(x_BV: jax.Array, weight_BV: jax.Array, top_k_B: jax.Array | None, top_p_B: jax.Array | None) -> jax.Array:
-    """bool [B, V]: what top_k leaves, and top_p of that; None: off for all rows."""
-    order_BV = ordered_bits(x_BV)
-    highest_B = order_BV.max(axis=1)
+def kept(
+    x_BV: jax.Array,
+    weight_BV: jax.Array,
+    peak_B1: jax.Array,
+    top_k_B: jax.Array | None,
+    top_p_B: jax.Array | None,
+    min_p_B: jax.Array | None,
+    temperature_B: jax.Array | None,
+    columns: Columns,
+) -> jax.Array:
+    """bool [B, V]: what the filters leave of these columns; a filter that is None is off for all rows.
+
+    peak_B1: the rows' largest x. temperature_B: None: x_BV are the weights themselves.
+    """
     kept_BV = jnp.ones(x_BV.shape, bool)
-    if top_k_B is not None:
-        wanted_B = jnp.where((top_k_B > 0) & (top_k_B < x_BV.shape[1]), top_k_B, x_BV.shape[1])
-        by_k_B = largest_threshold(lambda t: jnp.sum(order_BV >= t[:, None], axis=1) >= wanted_B, highest_B)
-        kept_BV = order_BV >= by_k_B[:, None]
-    if top_p_B is not None:
-        left_BV = jnp.where(kept_BV, weight_BV, 0.0)
-        mass_B = top_p_B * left_BV.sum(axis=1)
-        by_p_B = largest_threshold(
-            lambda t: jnp.sum(jnp.where(order_BV >= t[:, None], left_BV, 0.0), axis=1) >= mass_B, highest_B
-        )
-        kept_BV &= (order_BV >= by_p_B[:, None]) | (top_p_B >= 1.0)[:, None]
-    return kept_BV
+    if top_k_B is not None or top_p_B is not None:
+        order_BV = ordered_bits(x_BV)
+        highest_B = columns.max(order_BV.max(axis=1))
+
+        def threshold(amount_BV: jax.Array | float, wanted_B: jax.Array) -> jax.Array:
+            """Which columns are not below the largest threshold from which on the amounts reach what is wanted."""
+
+            def reached(t_B: jax.Array) -> jax.Array:
+                return columns.sum(jnp.where(order_BV >= t_B[:, None], amount_BV, 0).sum(axis=1)) >= wanted_B
+
+            return order_BV >= largest_threshold(reached, highest_B)[:, None]
+
+        if top_k_B is not None:
+            some_B = (top_k_B > 0) & (top_k_B < columns.width)
+            kept_BV = threshold(1, jnp.where(some_B, top_k_B, columns.width))
+        if top_p_B is not None:
+            left_BV = jnp.where(kept_BV, weight_BV, 0.0)
+            mass_B = top_p_B * columns.sum(left_BV.sum(axis=1))
+            kept_BV &= threshold(left_BV, mass_B) | (top_p_B >= 1.0)[:, None]
+    if min_p_B is None:
+        return kept_BV
+    if temperature_B is None:
+        return kept_BV & (x_BV >= peak_B1 * min_p_B[:, None])
+    return kept_BV & (x_BV >= peak_B1 + (jnp.log(min_p_B) * temperature_B)[:, None])
 
 
 def draw(weight_BV: jax.Array, target_B: jax.Array) -> jax.Array:

@@ -84,6 +84,7 @@ def drive(bench: Bench, arrivals: list[Arrival]) -> None:
     max_chunks=st.integers(1, 3),
     budget_tokens=st.integers(8, 80),
     lanes=st.sampled_from([1, 2, 4]),
+    deterministic=st.booleans(),
 )
 def test_any_traffic_gives_the_outputs_of_solo_runs(
     arrivals: list[Arrival],
@@ -93,9 +94,11 @@ def test_any_traffic_gives_the_outputs_of_solo_runs(
     max_chunks: int,
     budget_tokens: int,
     lanes: int,
+    deterministic: bool,
 ) -> None:
     shape = make_shape(num_slots, num_pages, page_size_tokens, 128, max_chunks, lanes=lanes)
-    bench = Bench(shape, budget_tokens=budget_tokens, runtime=RuntimeConfig(mixed_buckets=(8, 80)))
+    runtime = RuntimeConfig(mixed_buckets=(8, 80), deterministic=deterministic)
+    bench = Bench(shape, budget_tokens=budget_tokens, runtime=runtime)
     drive(bench, arrivals)
     for handle, arrival in enumerate(arrivals):
         tokens, finish = expected(bench, handle)
@@ -118,11 +121,13 @@ def test_any_traffic_gives_the_outputs_of_solo_runs(
     failing=st.sets(st.integers(1, 30), max_size=4),
     in_dispatch=st.booleans(),
     lanes=st.sampled_from([1, 2]),
+    deterministic=st.booleans(),
 )
 def test_failures_at_any_step_end_some_and_harm_nobody_else(
-    arrivals: list[Arrival], failing: set[int], in_dispatch: bool, lanes: int
+    arrivals: list[Arrival], failing: set[int], in_dispatch: bool, lanes: int, deterministic: bool
 ) -> None:
-    bench = Bench(make_shape(3, 14, 16, 128, 2, lanes=lanes), budget_tokens=40)
+    runtime = RuntimeConfig(deterministic=deterministic)
+    bench = Bench(make_shape(3, 14, 16, 128, 2, lanes=lanes), budget_tokens=40, runtime=runtime)
     left = set(failing)
 
     def fail(step: int) -> None:

@@ -61,26 +61,30 @@ class TinyServer:
         mesh: tuple[int, int, int] = (1, 1, 1),
         compile_cache: Path | None = None,
         lower_processes: int | None = None,
+        dtype: str = "auto",
+        seqs: int = 4,
+        deterministic: bool = False,
         **config: Any,
     ) -> None:
         """Random weights of CONFIG with `config` changed, or a checkpoint; `mesh`: tensor, expert, data."""
         source = open_model(checkpoint) if checkpoint else None
         self.spec: ModelSpec = model_spec(source.config if source else CONFIG | config)
-        seqs, budget = 4, 64
+        budget = max(64, 2 * seqs)
         tensor, expert, data = mesh
         wanted = Config(
-            ModelConfig("tiny", random_weights=True, seed=1),
+            ModelConfig("tiny", random_weights=True, seed=1, dtype=dtype),
             cache=CacheConfig(num_pages=num_pages),
             schedule=ScheduleConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
             runtime=RuntimeConfig(
                 device="cpu",
                 compile_cache_dir=str(compile_cache or ""),
                 decode_buckets=(2, seqs),
-                mixed_buckets=(budget,),
+                mixed_buckets=(32, budget) if deterministic else (budget,),
                 tensor_parallel_size=tensor,
                 expert_parallel_size=expert,
                 data_parallel_size=data,
                 lower_processes=lower_processes,
+                deterministic=deterministic,
             ),
         )
         self.config, _ = resolve(wanted, DeviceFacts("cpu", "cpu", 8, self.spec.max_len, "float32"))
@@ -89,15 +93,17 @@ class TinyServer:
         started = start_runner(self.spec, self.config, self.buckets.all(), load, vocab, lambda _: None, cache_fill)
         self.runner: StepRunner = started.runner
         self.shape = started.shape
-        self.handles = 0
+        self.handles = self.preemptions = 0  # the latter of the last run
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by name, float64."""
         names = parameter_shapes(self.spec)
         return {name: np.asarray(leaf, np.float64) for name, leaf in zip(names, self.runner.leaves, strict=True)}
 
-    def run(self, requests: Sequence[TokenRequest], max_steps: int = 2000) -> list[Result]:
-        """All of them at once, to their ends; pages and slots are back afterwards."""
+    def run(
+        self, requests: Sequence[TokenRequest], max_steps: int = 2000, at_steps: Sequence[int] = ()
+    ) -> list[Result]:
+        """All of them at once, or each `at_steps`, to their ends; pages and slots are back afterwards."""
         results = {request.handle: Result() for request in requests}
         batches = 0
 
@@ -107,10 +113,13 @@ class TinyServer:
             take(batch, results, batches)
 
         engine = Engine(self.config.schedule, self.config.runtime, self.shape, self.runner, emit)
-        engine.submit(list(requests))
-        for _ in range(max_steps):
-            if not engine.step() and engine.is_idle:
+        waiting = sorted(zip(at_steps or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+        for step in range(max_steps):
+            while waiting and waiting[0][0] <= step:
+                engine.submit([waiting.pop(0)[1]])
+            if not engine.step() and engine.is_idle and not waiting:
                 break
+        self.preemptions = engine.stats().preemptions_total
         stats = engine.stats()
         assert (stats.free_pages, stats.live_pages, stats.running_requests) == (stats.total_pages, 0, 0)
         assert all(result.finish is not Finish.NONE for result in results.values())

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from jaxserve.cli import build_parser as jaxserve_parser
-from scripts import _demo, bench_serve, convert_checkpoint
+from scripts import _demo, bench_serve, bench_step, convert_checkpoint
 from tests.house import source
 
 README = source.text("README.md")
@@ -47,6 +47,7 @@ def test_flags_exist() -> None:
         "scripts/demo": _demo.build_parser(),
         "convert_checkpoint.py": convert_checkpoint.build_parser(),
         "bench_serve.py": bench_serve.build_parser(),
+        "bench_step.py": bench_step.build_parser(),
     }
     known = {name: flags(parser) for name, parser in parsers.items()}
     everything = set().union(*known.values())

@@ -47,9 +47,11 @@ def test_project_metadata_has_the_same_pins() -> None:
     (cuda,) = map(Requirement, project["optional-dependencies"]["cuda"])
     assert str(cuda.specifier) == f"=={runtime['jax']}" and cuda.extras == {"cuda13"}
     assert pins("cuda.txt")["jax-cuda13-plugin"] == runtime["jax"]
+    (bench,) = map(Requirement, project["optional-dependencies"]["bench"])
+    assert str(bench.specifier) == f"=={pins('bench.txt')[bench.name]}"
 
 
-@pytest.mark.parametrize("name", ["runtime.txt", "test.txt"])
+@pytest.mark.parametrize("name", ["runtime.txt", "bench.txt", "test.txt"])
 def test_nothing_is_left_for_pip_to_choose(name: str) -> None:
     pinned = pins(name)
     for package in pinned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -61,7 +62,7 @@ def test_arrays_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match="for these queries"):
         gqa_decode(q[..., :32], k, v, table, tokens, scale=1.0, device=CPU)
     with pytest.raises(ValueError, match="must be one"):
-        gqa_decode(q.astype(np.float16), k, v, table, tokens, scale=1.0, device=CPU)
+        gqa_decode(q.astype(jnp.bfloat16), k, v, table, tokens, scale=1.0, device=CPU)
     with pytest.raises(ValueError, match="must have 10 rows"):
         gqa_decode(q, k, v, table, tokens[:2], scale=1.0, device=CPU)
     with pytest.raises(ValueError, match=r"must be \[B, N, G, E\] or \[B, S, N, G, E\]"):

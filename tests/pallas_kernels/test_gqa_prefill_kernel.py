@@ -11,43 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.compare import check
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_prefill import mosaic_gpu
-from pallas_kernels.gqa_prefill.cases import MIXED, PrefillCase, make_inputs
+from pallas_kernels.gqa_prefill.cases import PrefillCase, make_inputs
 from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
 from pallas_kernels.gqa_prefill.kernel import Tuning
 from pallas_kernels.gqa_prefill.reference import dense
-from pallas_kernels.gqa_prefill.tiles import cut_tiles, find_gaps, tile_slots
 
 H200 = Device("gpu", "9.0")
-LONG = ((3, 0, 129), (0, 700, 300), (0, 0, 0), (0, 0, 128), (5, 64, 64), (0, 91, 2), (0, 127, 369))
-
-
-@pytest.mark.parametrize(("tokens", "chunks"), [(128, MIXED), (1000, LONG), (130, ((0, 5, 130),)), (128, ((9, 0, 0),))])
-def test_tiles_hold_every_row_once(tokens: int, chunks: tuple[tuple[int, int, int], ...]) -> None:
-    """Each row of a chunk is live in one tile, at its position; tiles stay inside the packed rows; longest first."""
-    start, row = [], 0
-    for gap, _, count in chunks:
-        start.append(row + gap)
-        row += gap + count
-    prefix, count = (np.array([chunk[i] for chunk in chunks], np.int32) for i in (1, 2))
-    made = cut_tiles(np.array(start, np.int32), count, prefix, tokens=tokens, tile_tokens=128)
-    tiles = type(made)(*map(np.asarray, made))
-    assert len(tiles.row_W) == tile_slots(tokens, len(chunks), 128)
-    seen: dict[int, tuple[int, int]] = {}
-    for slot in range(len(tiles.row_W)):
-        assert 0 <= tiles.row_W[slot] <= tokens - 128
-        for i in range(tiles.first_live_W[slot], tiles.end_live_W[slot]):
-            assert 0 <= i < 128 and tiles.row_W[slot] + i not in seen
-            seen[int(tiles.row_W[slot] + i)] = (int(tiles.chunk_W[slot]), int(tiles.position_W[slot] + i))
-            assert tiles.position_W[slot] + i < tiles.keys_W[slot]
-    owned = {start[r] + i: (r, int(prefix[r]) + i) for r in range(len(chunks)) for i in range(count[r])}
-    assert seen == owned
-    assert (np.diff(tiles.keys_W) <= 0).all()
-    gaps = find_gaps(np.array(start, np.int32), count, tokens=tokens, block_rows=128)
-    free = np.array([row not in owned for row in range(tokens)])
-    np.testing.assert_array_equal(np.asarray(gaps.owned_T) == 0, free)
-    assert np.asarray(gaps.rows_Z).tolist() == [free[row : row + 128].sum() for row in range(0, tokens, 128)]
-
-
 SHORT = PrefillCase("short", 60, ((2, 0, 17), (0, 70, 33), (1, 63, 1)), 1, 2, 64, 64, "bfloat16")
 LONGER = PrefillCase("longer", 200, ((2, 0, 140), (0, 300, 33), (1, 63, 1)), 1, 1, 128, 64, "bfloat16")
 

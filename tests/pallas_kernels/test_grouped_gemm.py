@@ -37,6 +37,21 @@ def test_products_of_every_expert(case: GemmCase) -> None:
     both(case, CPU)
 
 
+@pytest.mark.parametrize("columns", [128, 160, 192, 256, 1408, 2048])
+def test_b147_any_width_and_any_sizes(columns: int) -> None:
+    """B147: 512 rows over 2, 8 and 256 experts, some or all without rows; a width is gate_up's N and down's K."""
+    for name, sizes, unused in (
+        ("even", (256, 256), 0),
+        ("uneven", (257, 255), 0),
+        ("all to one", (512, 0), 0),
+        ("8 experts", (0, 1, 63, 64, 65, 0, 191, 128), 0),
+        ("256 experts", (3, 1, 0, 4) * 64, 0),
+        ("nobody", (0,) * 256, 512),
+    ):
+        if columns <= 256 or len(sizes) <= 8:  # the rest is half a gigabyte of random numbers
+            both(GemmCase(f"{name} n{columns}", sizes, unused, 64, columns, "bfloat16"), CPU)
+
+
 def test_a_fixed_number_of_tiles_as_on_a_gpu() -> None:
     """There the loop runs over all tiles that any sizes can need; the surplus ones write past the rows."""
     both(RAGGED, Device("gpu", "8.0"), seed=1)

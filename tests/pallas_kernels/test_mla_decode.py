@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -78,7 +79,7 @@ def test_arrays_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match="rank is 41, must be 1 to 40"):
         mla_decode(q, latent, table, tokens, **options | {"rank": 41})
     with pytest.raises(ValueError, match="must be one"):
-        mla_decode(q.astype(np.float16), latent, table, tokens, **options)
+        mla_decode(q.astype(jnp.bfloat16), latent, table, tokens, **options)
     with pytest.raises(ValueError, match="must be .B, H, L. or .B, S, H, L."):
         mla_decode(q[0], latent, table, tokens, **options)
     with pytest.raises(ValueError, match="has 9 query tokens a row, must be 1 to 8"):

@@ -121,6 +121,19 @@ def test_b145_numbers_in_the_interpreter(heads: int, tokens: int | None, parts: 
     assert not np.asarray(out)[np.asarray(case.lengths) == 0].any()
 
 
+def test_parts_of_one_page_where_few_pages_are_left() -> None:
+    """The choice for few queries gives each page a part of its own, not two to a part, and merges them rightly."""
+    tuning = mosaic_gpu.tuning_for(16)
+    case = DecodeCase("few pages", (130, 65), 16, page_tokens=64, dtype="bfloat16")
+    inputs = make_inputs(case, seed=0)
+    cut = {"parts": tuning.parts, "min_pages": tuning.min_pages}
+    split = SPLIT(inputs.length_B, kv_heads=1, page_tokens=64, **cut)
+    assert split.items_U.tolist() == [3, 2]
+    options = {"rank": case.rank, "scale": case.scale, "device": H200}
+    out = mosaic_gpu.run(*map(jnp.asarray, inputs), **options, interpret=plgpu.InterpretGPUParams())
+    check(np.asarray(out), dense(*inputs, rank=case.rank, scale=case.scale))
+
+
 def lowered(queries: tuple[int, ...], **changes: bool) -> str:
     """The module of one call, which checks shapes, layouts and shared memory, and needs no GPU."""
     q = jax.ShapeDtypeStruct((16, *queries, 576), jnp.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,14 +72,14 @@ def test_arrays_that_do_not_belong_together() -> None:
     places, options = (table, start, tokens, position), {"scale": 1.0, "device": CPU}
     with pytest.raises(ValueError, match="start is"):
         mla_prefill(q, latent, key_up, value_up, table, start[:2], tokens, position, **options)
-    with pytest.raises(ValueError, match="key_up is"):
-        mla_prefill(q[:, :0], latent, key_up, value_up, *places, **options)
+    with pytest.raises(ValueError, match=r"must be \[1, at most"):
+        mla_prefill(q, latent, np.repeat(key_up, 2, axis=0), value_up, *places, **options)
     with pytest.raises(ValueError, match="value_up is"):
         mla_prefill(q, latent, key_up, value_up[..., :3], *places, **options)
     with pytest.raises(ValueError, match=r"must be \[P, K, 32 \+ 8\]"):
         mla_prefill(q, latent[..., :39], key_up, value_up, *places, **options)
     with pytest.raises(ValueError, match="must be one"):
-        mla_prefill(q, latent, key_up.astype(np.float16), value_up, *places, **options)
+        mla_prefill(q, latent, key_up.astype(jnp.bfloat16), value_up, *places, **options)
 
 
 def test_memory_is_that_of_a_tile_and_a_block() -> None:

@@ -93,6 +93,19 @@ def test_what_is_impossible_is_never_drawn() -> None:
     assert (token_B.item(), kept_B.item()) == (0, 0)
 
 
+@pytest.mark.parametrize("data", [np.nan, np.inf])
+@pytest.mark.parametrize("logits", [False, True], ids=["probabilities", "logits"])
+@pytest.mark.parametrize("filters", [{}, {"top_k_B": 3}, {"top_p_B": 0.5}, {"min_p_B": 0.1}], ids=str)
+def test_a_row_without_a_finite_sum_gives_nothing(data: float, logits: bool, filters: dict[str, float]) -> None:
+    """Also where the filters would leave the NaN out; its neighbour is drawn as ever."""
+    x_BV = np.tile(np.linspace(1, 2, 300, dtype=np.float32), (2, 1))
+    x_BV[0, 7] = data
+    whole = np.ones(2, np.float32)
+    named = {name: np.full(2, number, "int32" if name == "top_k_B" else "float32") for name, number in filters.items()}
+    token_B, kept_B = RUN(x_BV, 0.5 * whole, **named, temperature_B=whole if logits else None)
+    assert (token_B[0], kept_B[0]) == (0, 0) and token_B[1] > 100 and kept_B[1] > 2
+
+
 def test_frequencies_follow_the_weights() -> None:
     rows = 4096
     weight_V = np.array([5, 1, 0, 3, 1], np.float32)
@@ -105,7 +118,7 @@ def test_frequencies_follow_the_weights() -> None:
 @pytest.mark.parametrize(
     ("place", "array", "reason"),
     [
-        (0, np.zeros((2, 8), np.float16), "x is float16, must be float32"),
+        (0, np.zeros((2, 8), np.float16), r"x is float16 \(2, 8\), must be float32"),
         (1, np.zeros(3, np.float32), r"uniform is float32 \(3,\), must be float32 \(2,\)"),
         (2, np.zeros(2, np.float32), r"top_k is float32 \(2,\), must be int32"),
         (5, np.zeros((2, 1), np.float32), r"temperature is float32 \(2, 1\)"),

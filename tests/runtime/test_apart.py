@@ -96,6 +96,13 @@ def test_a_gpu_program_is_lowered_for_the_gpu_without_one() -> None:
     """Its module names the platform; that a GPU takes it, only a GPU can show."""
     steps, job = programs((1, 1, 1), H200)
     assert [name for name in steps if name.endswith("plain")] == ["mixed 64 plain", "decode 4 plain"]
+    split = split_decoder(job.spec, jnp.dtype("float32"), make_mesh(jax.devices()))
+    shapes = steps["decode 4"].arguments[1]
+    deterministic = replace(job.options, deterministic=True)
+    assert list(lower_steps(split, BUCKETS, deterministic, shapes, make_mesh(jax.devices()))) == [
+        "mixed 64",
+        "decode 4",
+    ]
     with lower_apart(steps, replace(job, names=("decode 4 plain",)), 1) as awaited:
         wait = awaited["decode 4 plain"]
         assert isinstance(wait, Awaited)

@@ -14,7 +14,7 @@ from jaxserve.errors import EngineUnavailable
 from jaxserve.request import Cancel, EventBatch, Finish, TokenRequest
 from scripts import _bench_run as bench_run
 from scripts import _bench_workloads as bench
-from scripts import bench_serve
+from scripts import _commit, bench_serve
 from scripts._bench_drivers import EngineDriver
 from scripts._bench_workloads import WORKLOADS, Ask, BenchError, Limits
 
@@ -273,5 +273,5 @@ def test_engine_flags_reach_the_server() -> None:
 
 
 def test_the_commit_is_known_or_said_to_be_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "ROOT", tmp_path)
-    assert bench_run.commit() == "unknown"
+    monkeypatch.setattr(_commit, "ROOT", tmp_path)
+    assert _commit.commit() == "unknown"

@@ -22,6 +22,7 @@ def test_a_config_is_all_it_needs(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
     command = [sys.executable, str(ROOT / "scripts" / "bench_serve.py"), str(model), "--weights", "random", *ENGINE]
     command += ["--workloads", "c16_256_128,b1_1k", "--json", str(results), "--commit", "abc"]
+    command += ["--report", str(tmp_path / "report")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     entry = json.loads(results.read_text())["tiny-model"]
@@ -32,6 +33,9 @@ def test_a_config_is_all_it_needs(tmp_path: Path) -> None:
     assert measured["compilations_after_warmup"] == 0 and measured["host_us_per_step"] > 0
     assert measured["implementations"]["gqa_decode"] == "xla"
     assert "c16_256_128_req_s = " in done.stdout
+    page = (tmp_path / "report" / "tiny-model.md").read_text()
+    assert "| 16 requests at once, 256 in, 128 out: requests/s | " in page and "| - | - | - | - | - | " in page
+    assert "- b1_1k was left out: needs 1281 tokens" in page and (tmp_path / "report" / "tiny-model.png").exists()
 
 
 def test_a_wrong_flag_ends_at_once(tmp_path: Path) -> None:
