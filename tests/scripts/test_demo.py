@@ -110,9 +110,16 @@ def test_an_answer_without_tokens_is_an_error() -> None:
         _demo_run.show_answer([delta("", 0)], lambda text: None, FakeClock())
 
 
-POLITE = (
-    "import time\nprint('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('bye', flush=True)"
-)
+# SIGINT is ignored by whoever was started in the background of a shell, and that is inherited.
+POLITE = """
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    print('ready', flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print('bye', flush=True)
+"""
 DEAF = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
 
 
