@@ -124,7 +124,11 @@ class Forward:
         model = self.split.merge(leaves)
         hidden_TD, caches = model(rows.token_T, rows.position_T, caches, paged)
         logits_TV = model.logits(hidden_TD)
-        return (logits_TV[:, columns], jnp.argmax(logits_TV, 1), jnp.abs(logits_TV).max(1)), caches
+        return self.kept(logits_TV, columns), caches
+
+    def kept(self, logits_TV: jax.Array, columns: jax.Array) -> tuple[jax.Array, ...]:
+        """What a step gives of its logits."""
+        return logits_TV[:, columns], jnp.argmax(logits_TV, 1), jnp.abs(logits_TV).max(1)
 
     def pack(self, pieces: Sequence[tuple[Piece, np.ndarray]], is_decode: bool) -> Rows:
         """The rows of a step that feeds these pieces, each with its tokens."""

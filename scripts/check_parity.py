@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from jaxserve import environment  # noqa: E402
+from scripts._commit import commit  # noqa: E402
 from scripts._parity_compare import compare, table  # noqa: E402
 
 CONFIGS = ROOT / "scripts" / "configs"
@@ -92,15 +93,6 @@ def work_folder(models: int) -> Path:
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > models * MODEL_BYTES:
         return MEMORY
     return Path(tempfile.gettempdir())
-
-
-def commit() -> str:
-    """The commit of this tree, marked where files differ from it; "unknown" outside a git checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def run_torch(folders: list[Path], args: argparse.Namespace) -> None:
