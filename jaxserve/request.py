@@ -246,6 +246,7 @@ class EngineStats:
     heartbeat_s: float = 0.0  # the engine's clock at the last finished step or idle wait
     host_us_per_step: float = 0.0  # moving averages
     device_us_per_step: float = 0.0
+    gap_us_per_step: float = 0.0  # that the device waited for its next step although there was work
 
 
 @dataclass(slots=True)

@@ -176,6 +176,7 @@ def measure_in_process(args: argparse.Namespace, config: Config, results: Result
         return {
             "host_us_per_step": round(stats.host_us_per_step, 1),
             "device_us_per_step": round(stats.device_us_per_step, 1),
+            "gap_us_per_step": round(stats.gap_us_per_step, 1),
             "compilations_after_warmup": stats.compilations_after_warmup_total,
             "preemptions": stats.preemptions_total,
         }

@@ -92,16 +92,18 @@ def page(report: Report, plot_name: str, peers: Mapping[str, Any]) -> str:
 
 def counted(rows: Sequence[Row]) -> list[str]:
     """The table of what the engine counted of itself in each workload; nothing where it was not asked."""
-    parts = ("host_us_per_step", "device_us_per_step", "compilations_after_warmup", "preemptions")
+    parts = ("host_us_per_step", "device_us_per_step", "gap_us_per_step", "compilations_after_warmup", "preemptions")
     runs = {WORKLOAD_OF[row.key]: row.conditions for row in rows if any(part in row.conditions for part in parts)}
     if not runs:
         return []
-    lines = ["| the engine's own counts | host: us a step | device: us a step | compilations | preemptions |"]
-    lines.append("|---|---|---|---|---|")
+    units = "host: us a step | device: us a step | gap: us a step"
+    lines = [f"| the engine's own counts | {units} | compilations | preemptions |"]
+    lines.append("|---|---|---|---|---|---|")
     for name, run in runs.items():
         cells = [f"{run[part]:,.0f}" if part in run else "-" for part in parts]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", "Both times are moving averages at its end; the host works while the device does.", ""]
+    about = "The times are moving averages at its end. The host works while the device does; a gap is what the device "
+    return [*lines, "", about + "waited for its next step although there was work.", ""]
 
 
 NO_PROFILE = "Not profiled: `scripts/bench_step.py --kernels 100 --json FILE` writes what `--steps FILE` shows here."

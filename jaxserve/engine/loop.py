@@ -134,6 +134,7 @@ class Engine:
             heartbeat_s=self._meter.heartbeat_s,
             host_us_per_step=self._meter.host_us,
             device_us_per_step=self._meter.device_us,
+            gap_us_per_step=self._meter.gap_us,
         )
 
     # The loop's thread
@@ -170,7 +171,7 @@ class Engine:
         if busy:
             self._meter.step(started_s, self._clock(), waited_s)
         else:
-            self._meter.heartbeat_s = started_s
+            self._meter.idle(started_s)
         return busy
 
     @property
