@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,14 +31,16 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands and flags, with the names that vLLM users know."""
     parser = argparse.ArgumentParser(prog="jaxserve", description="Serve language models from JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="start the gRPC service")
+    serve = commands.add_parser("serve", help="start the gRPC service", allow_abbrev=False)
     add_model_flags(serve)
     add_server_flags(serve)
-    explain = commands.add_parser("explain", help="print which kernel implementation each op gets, and why")
+    explain = commands.add_parser(
+        "explain", help="print which kernel implementation each op gets, and why", allow_abbrev=False
+    )
     add_model_flags(explain)
-    generate = commands.add_parser("generate", help="complete a prompt, in process or on a server")
+    generate = commands.add_parser("generate", help="complete a prompt, in process or on a server", allow_abbrev=False)
     generate.add_argument("prompt", help="the text to complete; - reads standard input")
-    chat = commands.add_parser("chat", help="talk to a model, in process or on a server")
+    chat = commands.add_parser("chat", help="talk to a model, in process or on a server", allow_abbrev=False)
     chat.add_argument("--system", help="a system message")
     for command in (generate, chat):
         command.add_argument("--address", help="HOST:PORT of a running server, in place of --model")
@@ -120,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads our output has had enough; nor may the interpreter's end complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "explain":
         return explain(config_from_options(args.model, options_from(args)))
     if (args.model is None) == (args.address is None):
-        raise ConfigError(f"jaxserve {args.command}: give either --model or --address")
+        raise ConfigError(f"{args.command}: give either --model or --address")
     with open_talker(args) as talker:
         return generate(args, talker) if args.command == "generate" else chat(args, talker)
 

@@ -16,7 +16,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError, shorten
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.server import wire
 from jaxserve.text.assemble import merge
@@ -50,7 +50,8 @@ class Client:
     """
 
     def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """`address` is host:port. Nothing is sent until the first call."""
+        """`address` is host:port. Nothing is sent until the first call. Raises ConfigError for another form."""
+        check_address(address)
         options = (
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
@@ -196,6 +197,13 @@ class Client:
         except grpc.RpcError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError where a host or a port that exists is missing: gRPC would take some other port."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"--address: got {shorten(address)}, allowed: HOST:PORT with a port of 1 to 65535")
 
 
 def unary(method: Any, request: Any, deadline_s: float | None = UNARY_DEADLINE_S) -> Any:

@@ -143,7 +143,9 @@ def resolve(config: Config, facts: DeviceFacts) -> tuple[Config, list[str]]:
 
 def check_ranges(config: Config) -> None:
     """Raise ConfigError for the first flag that is out of range."""
-    model, cache, schedule, runtime = config.model, config.cache, config.schedule, config.runtime
+    model, cache, schedule = config.model, config.cache, config.schedule
+    runtime, server = config.runtime, config.server
+    message_mb = server.max_message_bytes / 2**20
     summed = runtime.tensor_parallel_size * runtime.expert_parallel_size
     checks: list[tuple[str, object, bool, str]] = [
         ("--dtype", model.dtype, model.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
@@ -175,7 +177,10 @@ def check_ranges(config: Config) -> None:
             runtime.lower_processes is None or runtime.lower_processes >= 0,
             "at least 0",
         ),
-        ("--port", config.server.port, 0 <= config.server.port < 65536, "0 to 65535"),
+        ("--port", server.port, 0 <= server.port < 65536, "0 to 65535"),
+        ("--metrics-port", server.metrics_port, 0 <= (server.metrics_port or 0) < 65536, "0 to 65535"),
+        ("--max-message-mb", message_mb, 0 < message_mb < 2048, "more than 0, less than 2048"),
+        ("--drain-timeout", server.drain_timeout_s, 0 <= server.drain_timeout_s < float("inf"), "0 or more seconds"),
     ]
     for flag, given, good, allowed in checks:
         if not good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -85,8 +86,10 @@ def convert(name: str, value: Any) -> Any:
         if value not in LOAD_FORMATS:
             raise ConfigError(f"--load-format: got {shorten(value)}, allowed: {', '.join(LOAD_FORMATS)}")
         return value == "dummy"
-    if name == "cache_memory_gb":
-        return None if value is None else int(value * 1e9)
-    if name == "max_message_mb":
-        return int(value * 2**20)
+    if name in ("cache_memory_gb", "max_message_mb"):
+        if value is None:
+            return None
+        if not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')}: got {value}, allowed: a number above 0")
+        return int(value * (1e9 if name == "cache_memory_gb" else 2**20))
     return value

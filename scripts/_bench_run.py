@@ -57,7 +57,7 @@ class Results:
             raise BenchError(
                 f"--json: {self.path} holds no JSON ({error}), allowed: a results file or a new one"
             ) from None
-        if not isinstance(table, dict):
+        if not isinstance(table, dict) or not all(map(is_entry, table.values())):
             raise BenchError(f"--json: {self.path} holds no table of models, allowed: a results file or a new one")
         return table
 
@@ -80,6 +80,13 @@ class Results:
         scratch = self.path.with_name(self.path.name + ".new")
         scratch.write_text(json.dumps(table | {self.model: entry | figures}, indent=1, sort_keys=True) + "\n")
         scratch.replace(self.path)
+
+
+def is_entry(entry: Any) -> bool:
+    """Whether this may be one model's part of a results file: figures, and what was measured or left out."""
+    if not isinstance(entry, dict) or not ("measured" in entry or "left_out" in entry):
+        return False
+    return all(isinstance(value, dict) for key, value in entry.items() if key in ("measured", "left_out"))
 
 
 def say(text: str) -> None:
@@ -244,6 +251,8 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     args.load_format = "dummy" if args.weights == "random" else "auto"
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(name)s %(message)s", force=True)
+    for name in ("absl", "jax"):  # they tell of every back end that is not here
+        logging.getLogger(name).setLevel(max(logging.getLogger().level, logging.WARNING))
     name = args.served_model_name or Path(args.model).resolve().name
     results = Results(args.json, f"{name} (grpc)" if args.grpc else name)
     try:

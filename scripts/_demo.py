@@ -55,7 +55,10 @@ def number_within(text: str, low: int, high: int) -> int:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code where the setup fails; else this process becomes the demo itself."""
     build_parser().parse_args(argv)
-    setup = subprocess.run([sys.executable, ROOT / "scripts" / "_setup.py", "runtime"])
+    try:
+        setup = subprocess.run([sys.executable, ROOT / "scripts" / "_setup.py", "runtime"])
+    except KeyboardInterrupt:  # the setup goes on from there the next time
+        return 130
     if setup.returncode:
         return setup.returncode
     os.chdir(ROOT)

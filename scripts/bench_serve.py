@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.report:
             require_matplotlib()
+            make_folder(args.report)
         if args.steps:
             read_table("--steps", args.steps)  # one that is none of ours would else end the run after it is measured
         if args.model is None:
@@ -80,6 +81,16 @@ def main(argv: Sequence[str]) -> int:
     environment.prepare(args.device, args.gpu_memory_utilization)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.execv(sys.executable, [sys.executable, "-m", "scripts._bench_run", *argv])
+
+
+def make_folder(folder: Path) -> None:
+    """Before anything is measured. Raises BenchError where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(
+            f"--report: got {folder}, which is no folder and cannot be made one ({error.strerror})"
+        ) from None
 
 
 if __name__ == "__main__":

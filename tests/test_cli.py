@@ -73,8 +73,10 @@ def test_chat_keeps_the_history_and_survives_a_refusal(
     ("argv", "code", "sentence"),
     [
         (["serve", "/no/such/model"], 4, "jaxserve: /no/such/model: no such file or directory, expected: "),
-        (["generate", "x"], 2, "jaxserve: jaxserve generate: give either --model or --address"),
-        (["chat", "--model", "m", "--address", "a:1"], 2, "jaxserve: jaxserve chat: give either --model or --address"),
+        (["generate", "x", "--address", "a:99999"], 2, "jaxserve: --address: got 'a:99999', allowed: HOST:PORT with a"),
+        (["generate", "x", "--address", ""], 2, "jaxserve: --address: got '', allowed: HOST:PORT with a port of 1"),
+        (["generate", "x"], 2, "jaxserve: generate: give either --model or --address"),
+        (["chat", "--model", "m", "--address", "a:1"], 2, "jaxserve: chat: give either --model or --address"),
         (["serve", "m", "--port", "70000"], 2, "jaxserve: --port: got 70000, allowed: 0 to 65535"),
         (["serve", "m", "--max-num-seqs", "0"], 2, "jaxserve: --max-num-seqs: got 0, allowed: 1 to 4096"),
     ],
@@ -128,3 +130,20 @@ def test_a_forced_implementation_is_of_attention_alone(tmp_path: Path, capsys: p
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert cli.main(["explain", str(tmp_path), "--device", "cpu", "--attention", "xla"]) == 0
     assert "* kv_write       xla" in capsys.readouterr().out
+
+
+def test_flags_have_one_spelling(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "m", "--num-page", "4"])
+    assert "unrecognized arguments: --num-page" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_fault(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    def leave(_: object) -> int:
+        raise BrokenPipeError
+
+    led_away: list[int] = []
+    monkeypatch.setattr(cli, "run", leave)
+    monkeypatch.setattr(cli.os, "dup2", lambda _, old: led_away.append(old))
+    assert cli.main(["explain", "m"]) == 141
+    assert led_away == [cli.sys.stdout.fileno()] and not capfd.readouterr().err

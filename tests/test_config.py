@@ -59,6 +59,13 @@ def test_flat_options_land_in_their_parts() -> None:
         ),
         ({"block_size": 48}, "--block-size: got 48, allowed: 8, 16, 32, 64, 128"),
         ({"port": 70000}, "--port: got 70000, allowed: 0 to 65535"),
+        ({"metrics_port": 70000}, "--metrics-port: got 70000, allowed: 0 to 65535"),
+        ({"max_message_mb": 4096.0}, "--max-message-mb: got 4096.0, allowed: more than 0, less than 2048"),
+        ({"max_message_mb": float("inf")}, "--max-message-mb: got inf, allowed: a number above 0"),
+        ({"cache_memory_gb": float("nan")}, "--cache-memory-gb: got nan, allowed: a number above 0"),
+        ({"cache_memory_gb": 0.0}, "--cache-memory-gb: got 0.0, allowed: a number above 0"),
+        ({"drain_timeout": -1.0}, "--drain-timeout: got -1.0, allowed: 0 or more seconds"),
+        ({"drain_timeout": float("nan")}, "--drain-timeout: got nan, allowed: 0 or more seconds"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options: dict, sentence: str) -> None:

@@ -50,11 +50,19 @@ class CompileCounter:
 
 
 def use_compile_cache(folder: Path | None) -> None:
-    """Keep compiled programs in `folder`; None turns the cache off. Kernels are named so that their keys last."""
+    """Keep compiled programs in `folder`; None turns the cache off. Kernels are named so that their keys last.
+
+    A folder that cannot be made costs the next start its time, not this one its life.
+    """
     leave_out_counts()
+    if folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("--compile-cache-dir: got %s, which cannot be made (%s): programs are not kept", folder, error)
+            folder = None
     jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")  # the checkout's place is no key
 

@@ -121,6 +121,7 @@ class FrontSide:
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._connected: asyncio.Future[asyncio.StreamReader | None] | None = None
+        self._stop_asked = False
 
     async def listen(self) -> None:
         """Open the socket; call it before the engine's process starts."""
@@ -137,6 +138,8 @@ class FrontSide:
             return
         self._writer = writer
         self._connected.set_result(reader)
+        if self._stop_asked:  # before it had connected
+            self._write(Stop())
 
     async def records(self, process_sentinel: int | None = None) -> AsyncIterator[FromEngine]:
         """What the engine's process says, in order; ends when that process is gone.
@@ -176,7 +179,8 @@ class FrontSide:
         self._write(items)
 
     def stop_engine(self) -> None:
-        """Ask the engine's process to end."""
+        """Ask the engine's process to end, as soon as it listens."""
+        self._stop_asked = True
         self._write(Stop())
 
     def _write(self, record: object) -> None:

@@ -21,7 +21,7 @@ from jaxserve.server.handlers import handlers
 from jaxserve.server.health import SERVICES, HealthService, Pulse
 from jaxserve.server.hub import Hub, Phase, TextParts
 from jaxserve.server.link import FrontSide, Ready, Work
-from jaxserve.server.metrics import Metrics, MetricsEndpoint
+from jaxserve.server.metrics import METRICS_HOST, Metrics, MetricsEndpoint
 from jaxserve.server.service import InferenceService
 from jaxserve.v1 import control_pb2, inference_pb2
 
@@ -193,6 +193,8 @@ class Session:
             hub.on_record(record)
             self._server.refresh_health()
             if isinstance(record, Ready):
+                if self._server.metrics_port is not None:
+                    self._announce(f"metrics on http://{METRICS_HOST}:{self._server.metrics_port}/metrics")
                 self._announce(f"serving on {self._config.host}:{self._server.port}")
             elif hub.phase is Phase.STARTING and hub.phase_text != said:
                 said = hub.phase_text

@@ -121,6 +121,17 @@ def compile_once() -> None:
     jax.jit(triple).lower(jnp.arange(5.0)).compile()
 
 
+def test_a_cache_folder_that_cannot_be_made_is_told_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    use_compile_cache(tmp_path / "file" / "compiled")
+    assert jax.config.jax_compilation_cache_dir is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"--compile-cache-dir: got {tmp_path}/file/compiled, which cannot be made")
+    compile_once()
+
+
 def test_second_compilation_hits_and_a_damaged_entry_is_replaced(compile_cache: Path) -> None:
     x = jnp.arange(5.0)  # its own small programs are compiled before we count
     del x

@@ -237,7 +237,7 @@ def test_results_are_merged(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"version": "1.0"}', '{"model": {"type": "BPE"}}'])
 def test_a_file_that_is_no_table_is_left_alone(text: str, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(text)

@@ -64,6 +64,14 @@ def test_a_failed_setup_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _demo.main([]) == 7
 
 
+def test_ctrl_c_during_the_setup_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_demo.subprocess, "run", interrupted)
+    assert _demo.main([]) == 130
+
+
 def test_waiting_ends_when_the_health_check_says_so() -> None:
     clock = FakeClock()
     waited_s = _demo_run.wait_until_serving(FakeProcess(clock), lambda: clock() >= 3, clock, clock.sleep)

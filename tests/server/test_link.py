@@ -113,6 +113,15 @@ async def test_the_front_can_stop_the_engine(front: FrontSide) -> None:
     assert not gone.is_set()
 
 
+async def test_a_stop_before_the_engine_has_connected_is_not_lost(front: FrontSide) -> None:
+    stopped = threading.Event()
+    front.stop_engine()
+    engine = await connect(front)
+    engine.ready(FACTS, lambda items: None, EngineStats, stopped.set)
+    assert await asyncio.to_thread(stopped.wait, 5)
+    await asyncio.to_thread(engine.close)
+
+
 async def test_the_engine_sees_that_the_front_is_gone(front: FrontSide) -> None:
     gone = threading.Event()
     engine = await connect(front, gone)
