@@ -23,7 +23,7 @@ LONGER = PrefillCase("longer", 200, ((2, 0, 140), (0, 300, 33), (1, 63, 1)), 1, 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # stale keys are NaN, by intent
 @pytest.mark.parametrize("case", [SHORT, LONGER], ids=lambda case: case.name)
-@pytest.mark.parametrize("tuning", [Tuning(), Tuning(pages=1, stages=3)], ids=["two pages", "one page"])
+@pytest.mark.parametrize("tuning", [Tuning(ctas=3), Tuning(pages=1, stages=3, ctas=3)], ids=["two pages", "one page"])
 def test_b145_numbers_in_the_interpreter(case: PrefillCase, tuning: Tuning) -> None:
     """Chunks with and without prefix at unaligned rows, several tiles, fewer packed rows than a tile, stale NaN."""
     inputs = make_inputs(case, seed=0)
