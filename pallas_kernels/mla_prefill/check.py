@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.alone import chunks_alone
 from pallas_kernels.compare import BOUNDS, Difference
 from pallas_kernels.device import Device
 from pallas_kernels.mla_prefill import mosaic_gpu
@@ -65,19 +66,7 @@ def alone(case: PrefillCase, device: Device, **options: Any) -> Callable[[], tup
 
     options: of mosaic_gpu.run.
     """
-    q, *pools, start_R, tokens_R, position_R = make_inputs(case, seed=0)
-    expected = dense(q, *pools, start_R, tokens_R, position_R, scale=case.scale)
+    inputs = make_inputs(case, seed=0)
+    expected = dense(*inputs, scale=case.scale)
     call = jax.jit(lambda *arrays: mosaic_gpu.run(*arrays, scale=case.scale, device=device, **options))
-
-    def run() -> tuple[np.ndarray, np.ndarray]:
-        together = np.asarray(call(q, *pools, start_R, tokens_R, position_R), np.float32)
-        for chunk, (start, tokens) in enumerate(zip(start_R.tolist(), tokens_R.tolist(), strict=True)):
-            rows = slice(start, start + tokens)
-            only_q = np.full_like(q, np.nan)
-            only_q[:tokens] = q[rows]
-            only_R = np.where(np.arange(len(tokens_R)) == chunk, tokens_R, 0).astype(np.int32)
-            alone = np.asarray(call(only_q, *pools, np.zeros_like(start_R), only_R, position_R), np.float32)
-            together[rows] = np.where(alone[:tokens] == together[rows], together[rows], np.nan)
-        return together, expected
-
-    return run
+    return lambda: (chunks_alone(call, inputs), expected)
