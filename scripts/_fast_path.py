@@ -104,8 +104,8 @@ class Scored(Forward):
 
 def experts(routed: Routed) -> jax.Array:
     """int32 [T, J], ascending: the experts of each token, from where its rows stand in the sorted order."""
-    expert_TJ = jnp.searchsorted(jnp.cumsum(routed.size_X), routed.place_TJ, side="right")
-    return jnp.sort(expert_TJ, axis=1).astype(jnp.int32)
+    expert_TJ = (routed.place_TJ[..., None] >= jnp.cumsum(routed.size_X)).sum(axis=2, dtype=jnp.int32)
+    return jnp.sort(expert_TJ, axis=1)
 
 
 def run(
