@@ -24,5 +24,7 @@ class GatedMlp(nnx.Module):
 
     def partial(self, x_TD: jax.Array) -> jax.Array:
         """This device's part of the sum over `axes`, float32."""
-        both = project(x_TD, self.gate_up[...])
-        return contract(jax.nn.silu(both[:, 0]) * both[:, 1], self.down[...], 1, jnp.float32)
+        # In bfloat16 XLA would round the exponential, one plus it, its inverse, and both products.
+        both = project(x_TD, self.gate_up[...]).astype(jnp.float32)
+        h_TF = (jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x_TD.dtype)
+        return contract(h_TF, self.down[...], 1, jnp.float32)

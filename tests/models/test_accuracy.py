@@ -27,7 +27,7 @@ WIDTH = 24
 @pytest.mark.parametrize(
     ("name", "tensor"), [("deepseek_v2_tiny/lite", 1), ("glm4_tiny/bias", 1), ("glm4_moe_tiny/qk-norm-mtp", 2)]
 )
-def test_layers_add_up_in_float32(name: str, tensor: int) -> None:
+def test_a_layer_computes_in_float32(name: str, tensor: int) -> None:
     source, mesh = open_model(GOLDENS / name), make_mesh(jax.devices(), tensor)
     spec = model_spec(source.config)
     split = split_decoder(spec, jnp.dtype("bfloat16"), mesh)
@@ -40,6 +40,8 @@ def test_layers_add_up_in_float32(name: str, tensor: int) -> None:
         return len(re.findall(rf":{kind}\[{WIDTH},{spec.hidden_size}\] = {operation}\b", text))
 
     assert results("f32", "add") >= 2 * spec.num_layers and not results("bf16", "add")
+    assert re.search(r":f32\[[\d,]*\] = (exp|logistic)\b", text)
+    assert not re.search(r":bf16\[[\d,]*\] = (exp|logistic|div)\b", text)
     # Each layer's two sums and the embedding, whose rows are zero but on one device.
     assert results("bf16", "psum") == (2 * spec.num_layers + 1) * (tensor > 1) and not results("f32", "psum")
 
