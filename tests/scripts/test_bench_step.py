@@ -26,8 +26,22 @@ def test_a_step_is_recorded_with_its_date_and_commit(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
     results.write_text(json.dumps({"other": {"model": "other"}}))
-    flags = ("--rows", "1", "3", "--context", "64", "--variants", "default", "--kernels", "5", "--commit", "abc", "--prefill", "100")
-    done = bench_step(model, *flags, "--json", str(results))
+    flags = (
+        "--rows",
+        "1",
+        "3",
+        "--context",
+        "64",
+        "--variants",
+        "default",
+        "--kernels",
+        "5",
+        "--commit",
+        "abc",
+        "--prefill",
+        "100",
+    )
+    done = bench_step(model, *flags, "--commit", "abc", "--json", str(results))
     assert done.returncode == 0, done.stderr[-2000:]
     table = json.loads(results.read_text())
     assert table["other"] == {"model": "other"}
