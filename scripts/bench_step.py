@@ -68,7 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measures each variant in a process of its own, and records it."""
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
+    if args.prefill is not None and args.prefill < 1:
+        parser.error(f"--prefill: got {args.prefill}, allowed: 1 or more tokens")
     if args.child:
         print("RESULT " + json.dumps(measure(args)))
         return 0
@@ -129,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model["num_hidden_layers"] = args.layers
     spec = model_spec(model)
     most = max(*args.rows, LEAST_SLOTS)
-    tokens, prompt = most + 64, args.prefill or 0
+    tokens, prompt = most + 64, args.prefill or 0  # 0: none
     wanted = Config(
         ModelConfig(str(args.config_dir), random_weights=True, max_model_len=max(args.context, prompt) + 256),
         cache=CacheConfig(),
@@ -153,6 +156,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def program_of(runner: Any, bucket: Any) -> Any:
+    """The compiled step of a bucket that an engine takes when nothing but draws is asked for."""
+    return (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
+
+
 def measure_bucket(runner: Any, shape: Any, bucket: Any, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     """All figures of so many sequences in one decode bucket; its further rows are padding."""
     import jax
@@ -169,7 +177,7 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, rows: int, args: argpar
     fill_tables(runner, shape, bucket, rows, args.context)
     tell_rows_apart(runner, shape)
     batch = Batch(bucket, vector)
-    step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
+    step = program_of(runner, bucket)
 
     def call(argument: Any = None) -> Any:
         argument = jax.device_put(vector, runner.by_lane) if argument is None else argument
@@ -198,15 +206,16 @@ def measure_prefill(
     from jaxserve.batch import Batch, Layout
 
     fill_tables(runner, shape, filler, 1, tokens)
-    vector = Layout(bucket, shape).empty()[None]  # one lane
-    views = Layout(bucket, shape).views(vector[0])
+    layout = Layout(bucket, shape)
+    vector = layout.empty()[None]  # one lane
+    views = layout.views(vector[0])
     views["token"][:tokens] = np.random.default_rng(0).integers(0, shape.vocab_size, tokens)
     views["slot"][:tokens] = 0
     views["position"][:tokens] = np.arange(tokens)
     for name, value in {"chunk_slot": 0, "chunk_start": 0, "chunk_tokens": tokens, "chunk_position": 0}.items():
         views[name][0] = value
     views["sample_row"][0], views["sample_slot"][0] = tokens - 1, 0
-    step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
+    step = program_of(runner, bucket)
 
     def call() -> Any:
         runner.state, result = step(runner.leaves, runner.state, jax.device_put(vector, runner.by_lane))

@@ -26,22 +26,8 @@ def test_a_step_is_recorded_with_its_date_and_commit(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
     results.write_text(json.dumps({"other": {"model": "other"}}))
-    flags = (
-        "--rows",
-        "1",
-        "3",
-        "--context",
-        "64",
-        "--variants",
-        "default",
-        "--kernels",
-        "5",
-        "--commit",
-        "abc",
-        "--prefill",
-        "100",
-    )
-    done = bench_step(model, *flags, "--commit", "abc", "--json", str(results))
+    flags = "--rows 1 3 --context 64 --prefill 100 --variants default --kernels 5 --commit abc".split()
+    done = bench_step(model, *flags, "--json", str(results))
     assert done.returncode == 0, done.stderr[-2000:]
     table = json.loads(results.read_text())
     assert table["other"] == {"model": "other"}
@@ -60,6 +46,11 @@ def test_a_file_that_is_no_table_ends_it_at_once(tmp_path: Path) -> None:
     done = bench_step(tmp_path, "--json", str(results))
     assert done.returncode == 1 and "holds no table, allowed: a results file or a new one" in done.stderr
     assert results.read_text() == "[1]"
+
+
+def test_a_prompt_of_no_tokens_ends_it_at_once(tmp_path: Path) -> None:
+    done = bench_step(tmp_path, "--prefill", "0")
+    assert done.returncode == 2 and "--prefill: got 0, allowed: 1 or more tokens" in done.stderr
 
 
 def test_a_run_that_fails_leaves_the_entry_that_was_there(tmp_path: Path) -> None:
