@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grid_sync import arrive, arrive_and_wait, last_to_arrive
 from pallas_kernels.merge_slices import Form, merge_slice
 from pallas_kernels.split import Field, num_items, unit_pages
+from pallas_kernels.stale_rows import clear_rows
 
 PAGE_TOKENS = 64
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -323,12 +324,7 @@ def _page(r: SimpleNamespace, stage: jax.Array, live: jax.Array, state: tuple[ja
 
     @pl.when(live < PAGE_TOKENS)
     def _() -> None:
-        # What lies past the end may be NaN, and 0 * NaN is NaN. (Keys need no care: their scores are replaced.)
-        for column in range(0, r.head_dim, 64):
-            block = r.v_SKE.at[stage, :, pl.ds(column, 64)]
-            value = plgpu.load(block, layout=_TILE, optimized=False)
-            token = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_TILE)
-            block[...] = jnp.where(token < live, value, jnp.zeros_like(value))
+        clear_rows(r.v_SKE.at[stage], live, native=r.carried)
 
     plgpu.commit_smem()
 

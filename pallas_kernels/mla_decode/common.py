@@ -78,18 +78,6 @@ def for_each_page(
     lax.fori_loop(start, end, page, r.table_BM[row, start])
 
 
-def clear_stale(block_KE: jax.Ref, live: jax.Array) -> None:
-    """Zeroes the rows of a block in shared memory from `live` on, 64 columns at a time for the sake of registers.
-
-    What lies past the end may be NaN, and 0 * NaN is NaN. (Keys need no care: their scores are replaced.)
-    """
-    for column in range(0, block_KE.shape[1], 64):
-        part = block_KE.at[:, column : column + 64]
-        value = plgpu.load(part, layout=TILE, optimized=False)
-        token = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=TILE)
-        part[...] = jnp.where(token < live, value, jnp.zeros_like(value))
-
-
 def accumulate(add: Any, accs: tuple[jax.Array, ...], *, carried: bool) -> tuple[jax.Array, ...]:
     """The accumulators after `add` has issued its products on them.
 

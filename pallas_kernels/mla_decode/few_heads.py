@@ -32,13 +32,13 @@ from pallas_kernels.mla_decode.common import (
     TILE,
     Tuning,
     accumulate,
-    clear_stale,
     constant,
     for_each_page,
 )
 from pallas_kernels.mla_decode.merge import merge
 from pallas_kernels.mla_decode.work_list import Meeting, record, records
 from pallas_kernels.split import Split, num_items, unit_pages
+from pallas_kernels.stale_rows import clear_rows
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value a head
 _THIRDS = 3
@@ -260,8 +260,8 @@ def _page(r: SimpleNamespace, place: jax.Array, live: jax.Array, state: tuple[An
 
     @pl.when(live < PAGE_TOKENS)
     def _() -> None:
-        for slot, values in zip(slots, _VALUES, strict=True):
-            clear_stale(r.ring_ZKC.at[slot, :, pl.ds(0, values)], live)
+        for slot in slots:
+            clear_rows(r.ring_ZKC.at[slot], live, native=r.carried)
 
     plgpu.commit_smem()
 

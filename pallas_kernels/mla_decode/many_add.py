@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grid_sync
 from pallas_kernels.merge_slices import Form, merge_slice
-from pallas_kernels.mla_decode.common import PAGE_TOKENS, TILE, accumulate, clear_stale, constant
+from pallas_kernels.mla_decode.common import PAGE_TOKENS, TILE, accumulate, constant
 from pallas_kernels.mla_decode.many_common import BLOCK_QUERIES, BOX, ENDS, OWN, REGISTERS, ROW, for_each_item, slot_of
 from pallas_kernels.mla_decode.work_list import Meeting
+from pallas_kernels.stale_rows import clear_rows
 
 # How a row's parts are merged. Few loads at once: with more, ptxas finds no registers for the queries in the loop.
 _MERGES = (Form(4, 4, 2, 512), Form(1 << 30, 8, 1, 512))
@@ -115,7 +116,7 @@ def _page_values(
     @pl.when(live < PAGE_TOKENS)
     def _() -> None:
         for slot in slots:
-            clear_stale(r.box_ZKC.at[slot], live)
+            clear_rows(r.box_ZKC.at[slot], live, native=r.native)
         plgpu.commit_smem()
 
     def product(outs: tuple[Any, ...]) -> None:
