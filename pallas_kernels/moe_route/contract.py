@@ -20,6 +20,7 @@ from pallas_kernels.moe_route import order
 
 OP = "moe_route"
 SCORINGS = ("softmax", "sigmoid")
+SIZES = 8  # sizes of experts come in whole groups of so many
 GROUP_SCORES = {"max": 1, "top2": 2}  # and how many experts of a group its score counts
 
 
@@ -111,7 +112,8 @@ class Routed(NamedTuple):
     """What the products of the experts need; int32 but for weight_A, which is fp32.
 
     row_A, weight_A: the token of each sorted assignment of this device's experts, and its weight; past sum(size) any
-    token and any weight, NaN too. place_TJ, size_X: as in Order. Shared experts come first in all four.
+    token and any weight, NaN too. place_TJ, size_X: as in Order, but that zeros follow the sizes up to a multiple of
+    SIZES: who reads them in groups needs no launch to fill the last one. Shared experts come first in all four.
     """
 
     row_A: jax.Array

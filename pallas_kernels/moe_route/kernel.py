@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.moe_route import simt
-from pallas_kernels.moe_route.contract import RouteRule
+from pallas_kernels.moe_route.contract import SIZES, RouteRule
 
 WORD = 32  # tokens of a word, a bit each
 MOST_CTAS = 8  # of a cluster
@@ -53,6 +53,11 @@ class Sizes:
     def assignments(self) -> int:
         """A."""
         return self.shared_rows + self.tokens * self.rule.top_k
+
+    @property
+    def no_experts(self) -> int:
+        """Zeros behind the sizes of experts."""
+        return -(self.shared + self.count) % SIZES
 
     @property
     def threads(self) -> int:
@@ -96,7 +101,7 @@ def _results(sizes: Sizes) -> dict[str, _Array]:
         "row": _Array((sizes.assignments,), jnp.int32),
         "weight": _Array((sizes.assignments,), jnp.float32),
         "place": _Array((sizes.tokens, sizes.shared + sizes.rule.top_k), jnp.int32),
-        "size_X": _Array((sizes.shared + sizes.count,), jnp.int32),
+        "size_X": _Array((sizes.shared + sizes.count + sizes.no_experts,), jnp.int32),
     }
 
 
@@ -267,10 +272,12 @@ def _starts(m: Any, r: Any, rows: Any, threads: int) -> tuple[Any, Any]:
 
 
 def _store_sizes(m: Any, r: Any, size: Any, is_expert: Any, sizes: Sizes) -> None:
-    first = m.cta == 0
-    m.store(r.size_X, m.thread + sizes.shared, size, where=is_expert & first)
-    if sizes.shared:
-        m.store(r.size_X, m.thread, sizes.tokens, where=(m.thread < sizes.shared) & first)
+    first, S, none = m.cta == 0, sizes.shared, m.thread & 0
+    m.store(r.size_X, m.thread + S, size, where=is_expert & first)
+    if S + sizes.no_experts:
+        is_shared = m.thread < S
+        at = m.thread + m.where(is_shared, none, sizes.count)
+        m.store(r.size_X, at, m.where(is_shared, none + sizes.tokens, 0), where=(m.thread < S + sizes.no_experts) & first)
 
 
 def _store(m: Any, r: Any, token: Any, active: Any, mine: Any, place: Any, weight: Any, sizes: Sizes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.moe_route.contract import Routed, RouteRule
+from pallas_kernels.moe_route.contract import SIZES, Routed, RouteRule
 
 
 def route(logits_TX: np.ndarray, bias_X: np.ndarray | None, rule: RouteRule) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +61,7 @@ def run(
         np.concatenate((np.tile(np.arange(T), shared), row_A)),
         np.concatenate((np.ones(shared * T, np.float32), weight_TJ.reshape(-1)[assignment_A])),
         np.concatenate((own_TS, place_TJ + shared * T), axis=1),
-        np.concatenate((np.full(shared, T), size_X)),
+        np.concatenate((np.full(shared, T), size_X, np.zeros(-(shared + count) % SIZES, np.int64))),
     )
 
 

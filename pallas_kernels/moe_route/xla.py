@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import Device
-from pallas_kernels.moe_route.contract import GROUP_SCORES, MoeRouteShapes, Routed, RouteRule, sort_by_expert
+from pallas_kernels.moe_route.contract import GROUP_SCORES, SIZES, MoeRouteShapes, Routed, RouteRule, sort_by_expert
 
 
 def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
@@ -30,7 +30,8 @@ def run(
     order = sort_by_expert(jnp.where(live_T[:, None], expert_TJ, -1), first=first, count=count)
     # Sorted by a gather: a scatter needs a launch more, to zero its target.
     routed = Routed(order.row_A, weight_TJ.reshape(-1)[order.assignment_A], order.place_TJ, order.size_X)
-    return with_shared(routed, shared) if shared else routed
+    routed = with_shared(routed, shared) if shared else routed
+    return routed._replace(size_X=jnp.pad(routed.size_X, (0, -routed.size_X.size % SIZES)))
 
 
 def with_shared(routed: Routed, shared: int) -> Routed:

@@ -66,7 +66,7 @@ def emulated(case: RouteCase, first: int, count: int, tuning: Tuning) -> Routed:
             floats = name in ("weight", "weights")
             setattr(r, name, np.full(shape, np.nan, np.float32) if floats else np.full(shape, 0xABCDEF, np.uint32))
 
-    poison(row=(T * (S + J),), weight=(T * (S + J),), place=(T * (S + J),), size_X=(S + count,))
+    poison(row=(T * (S + J),), weight=(T * (S + J),), place=(T * (S + J),), size_X=(-(-(S + count) // 8) * 8,))
     poison(starts=(sizes.ctas, count), sums=(sizes.ctas, 32))
     if T <= tuning.one_launch:
         poison(words=(sizes.ctas, count))
@@ -120,7 +120,7 @@ def test_every_token_goes_to_the_shared_experts() -> None:
     rule, live_T = RouteRule("softmax", top_k=1), np.array([True, False, True])
     logits_TX = np.array([[0, 0, 0, 9], [9, 0, 0, 0], [0, 9, 0, 0]], np.float32)
     made = moe_route(jnp.asarray(logits_TX), None, jnp.asarray(live_T), rule, count=4, shared=2, device=CPU)
-    np.testing.assert_array_equal(made.size_X, [3, 3, 0, 1, 0, 1])
+    np.testing.assert_array_equal(made.size_X, [3, 3, 0, 1, 0, 1, 0, 0])
     np.testing.assert_array_equal(made.row_A[:8], [0, 1, 2, 0, 1, 2, 2, 0])
     np.testing.assert_array_equal(made.place_TJ, [[0, 3, 7], [1, 4, 9], [2, 5, 6]])
     np.testing.assert_array_equal(made.weight_A[:6], np.ones(6))
