@@ -112,7 +112,8 @@ def as_joined(stored: Mapping[str, TensorInfo], pairs: Mapping[str, str]) -> dic
     found = {name: info for name, info in stored.items() if name not in pairs.values()}
     for name, shared in pairs.items():
         count, *each = stored[name].shape
-        found[name] = TensorInfo((count + math.prod(stored[shared].shape) // math.prod(each), *each), stored[name].dtype)
+        count += math.prod(stored[shared].shape) // math.prod(each)
+        found[name] = TensorInfo((count, *each), stored[name].dtype)
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from checkpoints.names.table import Cut, Part, Piece, Target, plain
 from jaxserve.layers.moe import MoeSpec
 
-# The experts' parameters -> those of shared experts, whose second axis holds the width of all of them: where they are not
-# parameters of their own they are the first of the experts (see `MoeSpec.fitted`).
+# The experts' parameters -> those of shared experts, whose second axis holds the width of all of them: where they are
+# not parameters of their own they are the first of the experts (see `MoeSpec.fitted`).
 SHARED = {"experts_gate_up": "shared.gate_up", "experts_down": "shared.down"}
 
 
@@ -54,7 +54,7 @@ def experts(spec: MoeSpec, hidden: int, source: str) -> dict[str, Target]:
 
 
 def shared_pieces(spec: MoeSpec, hidden: int, source: str) -> tuple[list[Piece], list[Piece]]:
-    """gate_up and down of each shared expert, from `source`.{gate,up,down}_proj, in which their widths lie side by side."""
+    """gate_up and down of each shared expert, from `source`.{gate,up,down}_proj, which have all widths side by side."""
     whole, width = spec.shared_width, spec.width
     gates, downs = [], []
     for start in range(0, whole, width):

@@ -11,7 +11,8 @@ from pallas_kernels.moe_route.contract import RouteRule
 
 @dataclass(frozen=True, slots=True)
 class RouteCase:
-    """Sizes and rule of one call. shared: experts of all tokens. ties: logits and biases come in so few steps that many choices are equal."""
+    """Sizes and rule of one call. ties: logits and biases come in so few steps that many choices are equal. shared:
+    experts that every token goes to."""
 
     name: str
     tokens: int

@@ -27,8 +27,8 @@ _NOBODY = 0xFFFF  # past any expert
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Static sizes of a launch: T tokens, `experts` of all devices, X of this one, S shared by all tokens; words: of each
-    expert, in a CTA."""
+    """Static sizes of a launch: T tokens, `experts` of all devices, X of this one, S shared ones; words of each expert
+    in a CTA."""
 
     tokens: int
     experts: int
@@ -271,13 +271,14 @@ def _starts(m: Any, r: Any, rows: Any, threads: int) -> tuple[Any, Any]:
     return m.total(m.where(m.lane < m.warp, sums, 0)) + up_to - rows, m.total(sums)
 
 
-def _store_sizes(m: Any, r: Any, size: Any, is_expert: Any, sizes: Sizes) -> None:
+def _store_sizes(m: Any, r: Any, rows: Any, is_expert: Any, sizes: Sizes) -> None:
+    """rows: of the thread's expert."""
     first, S, none = m.cta == 0, sizes.shared, m.thread & 0
-    m.store(r.size_X, m.thread + S, size, where=is_expert & first)
+    m.store(r.size_X, m.thread + S, rows, where=is_expert & first)
     if S + sizes.no_experts:
-        is_shared = m.thread < S
+        is_shared, writes = m.thread < S, m.thread < S + sizes.no_experts
         at = m.thread + m.where(is_shared, none, sizes.count)
-        m.store(r.size_X, at, m.where(is_shared, none + sizes.tokens, 0), where=(m.thread < S + sizes.no_experts) & first)
+        m.store(r.size_X, at, m.where(is_shared, none + sizes.tokens, 0), where=writes & first)
 
 
 def _store(m: Any, r: Any, token: Any, active: Any, mine: Any, place: Any, weight: Any, sizes: Sizes) -> None:

@@ -43,9 +43,7 @@ MESHES = [
 Wanted = dict[str, jax.ShapeDtypeStruct]
 
 
-def wanted(
-    data: int = 1, expert: int = 1, tensor: int = 1, with_mtp: bool = False, golden: Path = GOLDEN
-) -> Wanted:
+def wanted(data: int = 1, expert: int = 1, tensor: int = 1, with_mtp: bool = False, golden: Path = GOLDEN) -> Wanted:
     """What the runtime asks for on such a mesh."""
     mesh = make_mesh(jax.devices(), tensor, expert, data)
     spec = model_spec(open_model(golden).config)
