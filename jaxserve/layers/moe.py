@@ -1,9 +1,9 @@
 """Mixture of experts (arXiv 2401.06066): a float32 router, sorted rows through grouped products, shared experts.
 
 Every device routes all rows alike and computes those of its own experts; what each makes is a part of one sum. No row
-is ever dropped: the sorted order holds all T x J assignments. Shared experts of the routed ones' width are the first of
-the grouped products, which cost their weights and no launch, unless each device has only some of the experts: that one
-device computes all rows of a shared expert would keep the others waiting.
+is ever dropped: the sorted order holds all T x J assignments. Where each device has all experts, shared ones are the
+first of the grouped products: that costs the time of their weights and no launch. Where experts are cut over the
+devices they stay a block of their own, which all devices cut alike, as no single one should have all its rows to do.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class MoeSpec:
     grouped_shared: int = 0  # S: the first of the experts' arrays are shared ones, and there is no module for them
 
     def fitted(self, placement: Placement) -> MoeSpec:
-        """As it runs on the mesh: shared experts among the others where that is possible."""
-        apart = self.shared_width % self.width or placement.size(placement.axes("experts", self.num_experts)) > 1
-        axes = placement.axes("mlp", self.shared_width), placement.axes("expert_mlp", self.width)
-        return self if apart or axes[0] != axes[1] else self.joined()
+        """As it runs on the mesh: shared experts among the others where these are whole and cut like them."""
+        if self.shared_width % self.width or placement.axes("experts", self.num_experts):
+            return self
+        cut_alike = placement.axes("mlp", self.shared_width) == placement.axes("expert_mlp", self.width)
+        return self.joined() if cut_alike else self
 
     def joined(self) -> MoeSpec:
         """The same layer with its shared experts among the others."""
