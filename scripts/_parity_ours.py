@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def plan(lengths: Sequence[int], sizes: Sizes) -> list[list[Piece]]:
 
 
 class Forward:
-    """The compiled steps. The cache is full of NaN to begin with, its pages in any order."""
+    """The steps, once compiled. The cache is full of NaN to begin with, its pages in any order."""
 
     def __init__(
         self, split: SplitDecoder, leaves: Sequence[jax.Array], longest: int, columns: np.ndarray, sizes: Sizes
@@ -94,8 +94,17 @@ class Forward:
         shapes = split.spec.attention.cache_shapes(self.num_pages, PAGE_TOKENS)
         dtype = next(leaf.dtype for name, leaf in zip(split.names, leaves, strict=True) if name == "embed.weight")
         self.caches = [tuple(jnp.full(shape, jnp.nan, dtype) for shape in shapes) for _ in range(split.spec.num_layers)]
-        lowerings = {name: functools.partial(self.lowered, name) for name in ("mixed", "decode")}
+        self.programs: dict[str, jax.stages.Compiled] = {}
+
+    def lowerings(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What makes each program."""
+        return {name: functools.partial(self.lowered, name) for name in ("mixed", "decode")}
+
+    def compile(self) -> Self:
+        """Compiles them all."""
+        lowerings = self.lowerings()
         self.programs = compile_all(lowerings, len(lowerings), lambda *_: None)
+        return self
 
     def lowered(self, name: str) -> jax.stages.Lowered:
         """A program for rows as `pack` makes them."""
@@ -187,7 +196,7 @@ def our_logits(
     split = split_decoder(model_spec(source.config), jnp.dtype(dtype), mesh)
     leaves = jax.block_until_ready(load_weights(split, source.load))
     loaded_s = time.monotonic()
-    forward = Forward(split, leaves, max(map(len, sequences)), columns, sizes)
+    forward = Forward(split, leaves, max(map(len, sequences)), columns, sizes).compile()
     compiled_s = time.monotonic()
     found = all_logits(forward, sequences)
     seconds = {"load": loaded_s - start_s, "compile": compiled_s - loaded_s, "run": time.monotonic() - compiled_s}

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: host work against device work, in the real runner with random weights.
+"""Where a step's time goes: host work against device work, in the real runner with random weights.
 
 Each batch size runs in the program that an engine of as many slots as the largest takes: of 16 rows and more on a GPU.
 For each batch size it reports, in microseconds a step (medians):
@@ -10,6 +10,7 @@ For each batch size it reports, in microseconds a step (medians):
   call_numpy           the call with the batch as a numpy argument, in place of put and call
   call_behind          the compiled call while the device still runs the step before
   call_flood_max       the slowest call of 32 dispatched without reading: back-pressure shows here
+With --prefill N a step of one prompt of N tokens is timed too: step_ahead, and its kernels.
 
 Each variant of XLA flags runs in a process of its own. Usage:
   python scripts/bench_step.py CONFIG_DIR --rows 16 64 --context 1024 --json OUT [--variants default no_graphs ...]
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("config_dir", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache of each row")
+    parser.add_argument("--prefill", type=int, help="time a step of one prompt of so many tokens, too")
     parser.add_argument("--layers", type=int, help="cut the model to this many layers")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "no_graphs"])
     parser.add_argument("--device", default="auto")
@@ -127,23 +129,27 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model["num_hidden_layers"] = args.layers
     spec = model_spec(model)
     most = max(*args.rows, LEAST_SLOTS)
+    tokens, prompt = most + 64, args.prefill or 0
     wanted = Config(
-        ModelConfig(str(args.config_dir), random_weights=True, max_model_len=args.context + 256),
+        ModelConfig(str(args.config_dir), random_weights=True, max_model_len=max(args.context, prompt) + 256),
         cache=CacheConfig(),
-        schedule=ScheduleConfig(max_num_seqs=most, max_num_batched_tokens=most + 64),
+        schedule=ScheduleConfig(max_num_seqs=most, max_num_batched_tokens=max(tokens, prompt)),
         runtime=RuntimeConfig(device=args.device, attention=args.attention, compile_cache_dir=""),
     )
     platform = "cpu" if jax.devices()[0].platform == "cpu" else "cuda"
     config, _ = resolve(wanted, DeviceFacts(platform, "", 1, spec.max_len, spec.dtype))
     sizes = Buckets.from_config(config.runtime, config.schedule)
     programs = {rows: sizes.choose(Program.DECODE, rows) for rows in args.rows}
-    buckets = [Bucket(Program.MIXED, most + 64), *dict.fromkeys(programs.values())]
+    buckets = [Bucket(Program.MIXED, max(tokens, prompt)), *dict.fromkeys(programs.values())]
     started = start_runner(spec, config, buckets, None, spec.vocab_size, lambda line: print(line, flush=True))
     out: dict[str, Any] = {"start_s": {name: round(s, 2) for name, s in started.times_s.items()}}
     out["device"] = jax.devices()[0].device_kind
     out["arrays"] = {"weights": len(started.runner.leaves), "state": len(jax.tree.leaves(started.runner.state))}
     for rows, bucket in programs.items():
         out[f"decode_{rows}"] = measure_bucket(started.runner, started.shape, bucket, rows, args)
+    if prompt:
+        filler = programs[args.rows[0]]
+        out[f"prefill_{prompt}"] = measure_prefill(started.runner, started.shape, buckets[0], filler, prompt, args)
     return out
 
 
@@ -179,6 +185,38 @@ def measure_bucket(runner: Any, shape: Any, bucket: Any, rows: int, args: argpar
         with jax.profiler.trace(str(args.trace / f"decode_{rows}")):
             for _ in range(10):
                 jax.block_until_ready(call())
+    return out
+
+
+def measure_prefill(
+    runner: Any, shape: Any, bucket: Any, filler: Any, tokens: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """A step of one prompt from its first token on, alone; `filler` is the decode bucket that fills the tables."""
+    import jax
+    import numpy as np
+
+    from jaxserve.batch import Batch, Layout
+
+    fill_tables(runner, shape, filler, 1, tokens)
+    vector = Layout(bucket, shape).empty()[None]  # one lane
+    views = Layout(bucket, shape).views(vector[0])
+    views["token"][:tokens] = np.random.default_rng(0).integers(0, shape.vocab_size, tokens)
+    views["slot"][:tokens] = 0
+    views["position"][:tokens] = np.arange(tokens)
+    for name, value in {"chunk_slot": 0, "chunk_start": 0, "chunk_tokens": tokens, "chunk_position": 0}.items():
+        views[name][0] = value
+    views["sample_row"][0], views["sample_slot"][0] = tokens - 1, 0
+    step = (runner.programs.plain if bucket in runner.programs.plain else runner.programs.steps)[bucket]
+
+    def call() -> Any:
+        runner.state, result = step(runner.leaves, runner.state, jax.device_put(vector, runner.by_lane))
+        return result
+
+    for _ in range(3):
+        jax.block_until_ready(call())
+    out: dict[str, Any] = ahead(runner, Batch(bucket, vector), step)
+    if args.kernels:
+        out["kernels"] = longest_kernels(call, args.kernels)
     return out
 
 

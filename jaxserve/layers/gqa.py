@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.layers.linear import contract, parameter, project
+from jaxserve.layers.linear import add_up, contract, parameter, project
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import RopeSpec
-from jaxserve.mesh import Placement, total
+from jaxserve.mesh import Placement
 from pallas_kernels.kv_write.contract import QkNorm
 
 
@@ -79,7 +79,7 @@ class GqaAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
     ) -> tuple[jax.Array, Cache]:
-        """x [T, D] -> ([T, D], the layer's cache with this step's keys and values)."""
+        """x [T, D] -> (float32 [T, D], the layer's cache with this step's keys and values)."""
         spec = self.spec
         qkv = project(x_TD, self.qkv[...])
         bias = None if self.qkv_bias is None else self.qkv_bias[...]
@@ -88,7 +88,7 @@ class GqaAttention(nnx.Module):
             norm = QkNorm(self.q_norm.scale[...], self.k_norm.scale[...], self.q_norm.eps)
         query, cache = paged.write(cache, qkv, cos_sin, rotary=spec.rope.rotary, bias_NSE=bias, norm=norm)
         mixed = paged.attend(query, cache, spec.scale)
-        out = total(contract(mixed, self.out[...], 3), self.axes)
+        out = add_up(contract(mixed, self.out[...], 3, jnp.float32), self.axes, x_TD.dtype)
         return out if self.out_bias is None else out + self.out_bias[...], cache
 
 

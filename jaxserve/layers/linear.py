@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxserve.mesh import total
+
 
 def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
     """A parameter with logical axis names. Its value is zeros: modules are only ever built under `nnx.eval_shape`."""
@@ -18,6 +20,14 @@ def parameter(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.d
 def project(x_TD: jax.Array, weight: jax.Array) -> jax.Array:
     """x [T, D] times weight [..., D] over D: [T, ...], in x's dtype."""
     return contract(x_TD, weight, 1)
+
+
+def add_up(part: jax.Array, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+    """float32: the devices' float32 parts of a sum over these mesh axes; as it is where there is one device.
+
+    Parts travel in `dtype`, the model's: float32 would double what a step moves between devices.
+    """
+    return total(part.astype(dtype), axes).astype(jnp.float32) if axes else part
 
 
 def contract(x: jax.Array, weight: jax.Array, dims: int, out_dtype: jnp.dtype | None = None) -> jax.Array:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.layers.linear import contract, parameter, project
+from jaxserve.layers.linear import add_up, contract, parameter, project
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import RopeSpec
-from jaxserve.mesh import Placement, total
+from jaxserve.mesh import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,15 @@ class MlaAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
     ) -> tuple[jax.Array, Cache]:
-        """x [T, D] -> ([T, D], the layer's cache with this step's latents)."""
+        """x [T, D] -> (float32 [T, D], the layer's cache with this step's latents)."""
         spec = self.spec
         down_TW = project(x_TD, self.down[...])
         q_THE = project(x_TD if self.q_norm is None else self.q_norm(down_TW[:, : spec.q_rank]), self.q[...])
         scale, rope = self.latent_norm.scale[...], {"rotary": spec.rope.rotary, "eps": spec.norm_eps}
         turned, cache = paged.write_latent(cache, down_TW, scale, q_THE, cos_sin, **rope)
         mixed_THV = self.attend(q_THE[:, :, : spec.nope_dim], turned, cache, paged)
-        return total(contract(mixed_THV, self.out[...], 2), self.axes), cache
+        part_TD = contract(mixed_THV, self.out[...], 2, jnp.float32)
+        return add_up(part_TD, self.axes, x_TD.dtype), cache
 
     def attend(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:
         """Causal attention of every packed row over its sequence's pages: [T, H, V]."""

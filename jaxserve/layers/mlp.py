@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.layers.linear import parameter, project
-from jaxserve.mesh import Placement, total
+from jaxserve.layers.linear import add_up, contract, parameter, project
+from jaxserve.mesh import Placement
 
 
 class GatedMlp(nnx.Module):
@@ -19,10 +19,12 @@ class GatedMlp(nnx.Module):
         self.down = parameter((hidden, width), ("embed", "mlp"), dtype)
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
-        """[T, D] -> [T, D]."""
-        return total(self.partial(x_TD), self.axes)
+        """[T, D] -> float32 [T, D]."""
+        return add_up(self.partial(x_TD), self.axes, x_TD.dtype)
 
     def partial(self, x_TD: jax.Array) -> jax.Array:
-        """This device's part of the sum over `axes`."""
-        both = project(x_TD, self.gate_up[...])
-        return project(jax.nn.silu(both[:, 0]) * both[:, 1], self.down[...])
+        """This device's part of the sum over `axes`, float32."""
+        # In bfloat16 XLA would round the exponential, one plus it, its inverse, and both products.
+        both = project(x_TD, self.gate_up[...]).astype(jnp.float32)
+        h_TF = (jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x_TD.dtype)
+        return contract(h_TF, self.down[...], 1, jnp.float32)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.layers.linear import contract, parameter
+from jaxserve.layers.linear import add_up, contract, parameter
 from jaxserve.layers.mlp import GatedMlp
 from jaxserve.layers.paged import Paged
-from jaxserve.mesh import Placement, index, total
+from jaxserve.mesh import Placement, index
 from pallas_kernels.grouped_gemm.contract import down, gate_up
 from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route
 
@@ -64,18 +64,18 @@ class MoeMlp(nnx.Module):
         self.shared = GatedMlp(hidden, spec.shared_width, dtype, placement) if has_module else None
 
     def __call__(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
-        """[T, D] -> [T, D]."""
-        routed = self.routed(x_TD, paged)
+        """[T, D] -> float32 [T, D]."""
+        routed, dtype = self.routed(x_TD, paged), x_TD.dtype
         if self.shared is None:
-            return total(routed, self.axes)
+            return add_up(routed, self.axes, dtype)
         shared = self.shared.partial(x_TD)
         if self.shared.axes == self.axes:
-            return total(routed + shared, self.axes)
-        return total(routed, self.axes) + total(shared, self.shared.axes)
+            return add_up(routed + shared, self.axes, dtype)
+        return add_up(routed, self.axes, dtype) + add_up(shared, self.shared.axes, dtype)
 
     def routed(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
-        """This device's part of the sum of the experts in its arrays; rows of padding go to no routed expert, whose
-        weights they would have read for nothing."""
+        """This device's part of the sum of the experts in its arrays, float32. Rows of padding go to no routed expert,
+        whose weights they would have read for nothing."""
         device = paged.device
         logits_TX = contract(x_TD.astype(jnp.float32), self.router[...], 1)
         bias_X = None if self.router_bias is None else self.router_bias[...]
@@ -84,4 +84,4 @@ class MoeMlp(nnx.Module):
         routed = moe_route(logits_TX, bias_X, paged.live_T, self.spec.rule, **own, shared=shared, device=device)
         h_AF = gate_up(x_TD, routed.row_A, self.experts_gate_up[...], routed.size_X, device=device)
         y_AD = down(h_AF, self.experts_down[...], routed.size_X, routed.weight_A, device=device)
-        return combine(y_AD, routed.place_TJ, dtype=x_TD.dtype)
+        return combine(y_AD, routed.place_TJ, dtype=jnp.float32)

@@ -56,7 +56,10 @@ def attention_module(
 
 
 class Layer(nnx.Module):
-    """x += attention(norm x); x += mlp(norm x); with post_norms each result passes a norm before it is added."""
+    """x += attention(norm x); x += mlp(norm x); with post_norms each result passes a norm before it is added.
+
+    x is float32 whatever the model's dtype, and so are the results: they are rounded as inputs of products only.
+    """
 
     def __init__(self, spec: ModelSpec, is_moe: bool, dtype: jnp.dtype, placement: Placement) -> None:
         hidden = spec.hidden_size
@@ -75,11 +78,12 @@ class Layer(nnx.Module):
         self.mlp_post_norm = norm() if spec.post_norms else None
 
     def __call__(self, x_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged) -> tuple[jax.Array, Cache]:
+        """x, float32 [T, D] -> the same, and the layer's cache."""
         mixed, cache = self.attention(self.attention_norm(x_TD), cos_sin, cache, paged)
-        x_TD = x_TD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        x_TD = x_TD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed, jnp.float32))
         normed = self.mlp_norm(x_TD)
         fed = self.mlp(normed, paged) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
-        return x_TD + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)), cache
+        return x_TD + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed, jnp.float32)), cache
 
 
 class Mtp(nnx.Module):
@@ -99,7 +103,7 @@ class Mtp(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """hidden: the decoder's normed output at each token; next: the embedding of the token that follows."""
         both = jnp.concatenate((self.embed_norm(next_TD), self.hidden_norm(hidden_TD)), axis=1)
-        x_TD, cache = self.layer(contract(both, self.project[...], 1), cos_sin, cache, paged)
+        x_TD, cache = self.layer(contract(both, self.project[...], 1, jnp.float32), cos_sin, cache, paged)
         return self.norm(x_TD), cache
 
 
@@ -124,8 +128,9 @@ class Decoder(nnx.Module):
     def __call__(
         self, token_T: jax.Array, position_T: jax.Array, caches: Sequence[Cache], paged: Paged
     ) -> tuple[jax.Array, list[Cache]]:
-        """Tokens int32 [T] at positions int32 [T] -> (normed hidden states [T, D], caches in the order received)."""
-        x_TD = self.embed.look_up(token_T)
+        """Tokens int32 [T] at positions int32 [T] -> (normed hidden states [T, D] in the model's dtype, caches in the
+        order received). Between layers they are float32."""
+        x_TD = self.embed.look_up(token_T).astype(jnp.float32)
         cos_sin = angles(self.spec.attention.rope, position_T)
         new_caches = []
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -26,8 +26,22 @@ def test_a_step_is_recorded_with_its_date_and_commit(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
     results.write_text(json.dumps({"other": {"model": "other"}}))
-    flags = ("--rows", "1", "3", "--context", "64", "--variants", "default", "--kernels", "5", "--commit", "abc")
-    done = bench_step(model, *flags, "--json", str(results))
+    flags = (
+        "--rows",
+        "1",
+        "3",
+        "--context",
+        "64",
+        "--variants",
+        "default",
+        "--kernels",
+        "5",
+        "--commit",
+        "abc",
+        "--prefill",
+        "100",
+    )
+    done = bench_step(model, *flags, "--commit", "abc", "--json", str(results))
     assert done.returncode == 0, done.stderr[-2000:]
     table = json.loads(results.read_text())
     assert table["other"] == {"model": "other"}
@@ -35,6 +49,7 @@ def test_a_step_is_recorded_with_its_date_and_commit(tmp_path: Path) -> None:
     assert (entry["model"], entry["context_tokens"], entry["commit"]) == ("tiny-model", 64, "abc")
     run = entry["variants"]["default"]
     assert run["decode_1"]["step_ahead"] > 0 and run["decode_3"]["step_ahead"] > 0
+    assert run["prefill_100"]["step_ahead"] > 0
     assert run["decode_1"]["kernels"]["all"] == [0.0, 0]  # the CPU's profile holds no kernels: nothing to report
     assert profiles("tiny-model", model_spec(CONFIG), table, "NVIDIA H200") == []
 
