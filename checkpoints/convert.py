@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints.assemble import assemble_piece, check_names
@@ -25,7 +24,7 @@ from checkpoints.names.families import name_table
 from checkpoints.names.table import NameTable
 from checkpoints.provenance import Identity, Journal, checksum, identify, read_provenance, write_provenance
 from checkpoints.readers.reader import Reader, TensorInfo, read_json, write_json
-from checkpoints.restore import WEIGHTS_NAME, first_line, stored_tensors
+from checkpoints.restore import WEIGHTS_NAME, first_line, open_array, stored_tensors
 from checkpoints.source import open_reader
 from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder import parameter_shapes
@@ -218,7 +217,7 @@ def fill_stacked(conversion: Conversion, weights: Path, name: str, journal: Jour
     """
     target = conversion.table.targets[name]
     count, done = len(target.pieces), journal.pieces_done(name)
-    store = open_array(weights, name)
+    store = open_array(weights, name, write=True)
     if done < count:
         store = store.resize(exclusive_max=[count, *[None] * len(target.pieces[0].shape)]).result()
     for index in range(1, count):
@@ -230,13 +229,6 @@ def fill_stacked(conversion: Conversion, weights: Path, name: str, journal: Jour
                 raise cannot_write(weights, error) from error
             journal.add({name: [checksum(piece)]})
         step(name, first_bytes(conversion, name))
-
-
-def open_array(weights: Path, name: str) -> tensorstore.TensorStore:
-    """One array of a finalized Orbax checkpoint, for reading and writing."""
-    base = {"driver": "file", "path": f"{weights.resolve()}/state/"}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True, write=True).result()
 
 
 def check_stored(conversion: Conversion, weights: Path) -> None:

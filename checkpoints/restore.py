@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from checkpoints.assemble import FLOATS, list_faults
 from checkpoints.load import has_mtp
+from checkpoints.names.mlp import SHARED
 from checkpoints.names.table import MTP
 from checkpoints.readers.reader import TensorInfo
 from jaxserve.errors import CheckpointError
@@ -69,21 +72,68 @@ def same_kind(stored: np.dtype, wanted: np.dtype) -> bool:
 def restore(directory: Path, wanted: Wanted) -> dict[str, jax.Array]:
     """All wanted parameters; each device reads the chunks of its own part.
 
-    Raises CheckpointError where the checkpoint holds less, more (but for all of MTP layers) or something else.
+    Shared experts are stored as parameters of their own, whatever the mesh; they are read in front of the others where
+    they are wanted there. Raises CheckpointError where the checkpoint holds less, more (but for all of MTP layers) or
+    something else.
     """
     stored = stored_tensors(directory)
-    check_tree(directory, stored, wanted)
+    pairs = joined_pairs(stored, wanted)
+    check_tree(directory, as_joined(stored, pairs), wanted)
     context = ocp.Context()
-    context.pytree.loading.partial_load = bool(left_out(stored, wanted))
+    context.pytree.loading.partial_load = bool(pairs or left_out(stored, wanted))
     try:
         with context:
-            arrays = ocp.load(directory.absolute(), dict(wanted))
+            arrays = ocp.load(directory.absolute(), {name: want for name, want in wanted.items() if name not in pairs})
+        for name, shared in pairs.items():
+            # One at a time: while it is copied to the devices the host holds it, too.
+            arrays[name] = jax.block_until_ready(read_joined(directory, name, shared, wanted[name]))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory}: cannot be read: {first_line(error)}") from error
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):
             raise CheckpointError(f"{directory}: {name} was not restored")
-    return arrays
+    return {name: arrays[name] for name in wanted}
+
+
+def joined_pairs(stored: Mapping[str, TensorInfo], wanted: Wanted) -> dict[str, str]:
+    """Wanted experts -> the stored shared ones that are to be the first of them."""
+    pairs: dict[str, str] = {}
+    for name in wanted:
+        block, _, parameter = name.rpartition(".")
+        if name in stored and parameter in SHARED:
+            shared = f"{block}.{SHARED[parameter]}"
+            if shared in stored and shared not in wanted:
+                pairs[name] = shared
+    return pairs
+
+
+def as_joined(stored: Mapping[str, TensorInfo], pairs: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """What the checkpoint holds, each pair put together."""
+    found = {name: info for name, info in stored.items() if name not in pairs.values()}
+    for name, shared in pairs.items():
+        count, *each = stored[name].shape
+        count += math.prod(stored[shared].shape) // math.prod(each)
+        found[name] = TensorInfo((count, *each), stored[name].dtype)
+    return found
+
+
+def read_joined(directory: Path, name: str, shared: str, want: jax.ShapeDtypeStruct) -> jax.Array:
+    """Shared experts, then the others, as one array: each device's part is read into place."""
+    experts, side_by_side = open_array(directory, name), open_array(directory, shared)
+    width = experts.shape[2]
+    starts = range(0, side_by_side.shape[1], width)
+    first = [side_by_side[:, start : start + width][tensorstore.d[1].translate_to[0]] for start in starts]
+    both = tensorstore.concat([tensorstore.stack(first), experts], axis=0)
+    return jax.make_array_from_callback(
+        want.shape, want.sharding, lambda index: both[index].read().result().astype(want.dtype, copy=False)
+    )
+
+
+def open_array(weights: Path, name: str, *, write: bool = False) -> tensorstore.TensorStore:
+    """One array of a finalized Orbax checkpoint."""
+    base = {"driver": "file", "path": f"{weights.resolve()}/state/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True, write=write).result()
 
 
 def first_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from checkpoints.files import Kind, kind_of, model_directory, tokenizer_director
 from checkpoints.fp8 import DequantizedReader, read_scheme
 from checkpoints.load import load_weights
 from checkpoints.names.families import name_table
+from checkpoints.names.mlp import SHARED
 from checkpoints.readers.gguf import GgufReader
 from checkpoints.readers.reader import Reader, read_json
 from checkpoints.readers.safetensors import SafetensorsReader
@@ -20,6 +21,7 @@ from checkpoints.restore import WEIGHTS_NAME, restore
 from jaxserve.errors import CheckpointError
 from jaxserve.models.families import model_spec
 from jaxserve.models.fields import checkpoint_dtype
+from jaxserve.models.spec import ModelSpec
 
 type Wanted = Mapping[str, jax.ShapeDtypeStruct]  # each with its sharding
 
@@ -68,8 +70,14 @@ def load_from(path: Path, kind: Kind, wanted: Wanted) -> dict[str, jax.Array]:
     if kind is Kind.CONVERTED:
         return restore(path / WEIGHTS_NAME, wanted)
     reader = open_reader(path, kind)
-    table = name_table(reader.config.get("model_type"), model_spec(reader.config))
+    table = name_table(reader.config.get("model_type"), as_asked(model_spec(reader.config), wanted))
     return load_weights(reader, table, wanted)
+
+
+def as_asked(spec: ModelSpec, wanted: Wanted) -> ModelSpec:
+    """The model with shared experts in parameters of their own where such are wanted, else among the others."""
+    apart = any(name.endswith(tuple(SHARED.values())) for name in wanted)
+    return spec if spec.moe is None or apart else replace(spec, moe=spec.moe.joined())
 
 
 def open_reader(path: Path, kind: Kind, *, dequantize: bool = False) -> Reader:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints.convert import Conversion, open_array
+from checkpoints.convert import Conversion
 from checkpoints.provenance import checksum, read_provenance
-from checkpoints.restore import WEIGHTS_NAME
+from checkpoints.restore import WEIGHTS_NAME, open_array
 from jaxserve.errors import CheckpointError
 
 Step = Callable[[str, int], None]  # a parameter's name and bytes, when it is compared

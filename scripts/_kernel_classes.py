@@ -11,7 +11,7 @@ BETWEEN, ALL = "(between kernels)", "all"  # entries of a profile that are no ke
 
 # The first pattern that matches decides. A Mosaic kernel is called after its body, which begins with its op; XLA calls
 # a fusion after its kind and its last operation, and one made in Triton just `fusion`. Products that XLA does for
-# attention or for shared experts look like any other product.
+# attention, or for shared experts that stand apart from the others, look like any other product.
 CLASSES: dict[str, str] = {
     "attention": r"(gqa|mla)_(decode|prefill)|.*(flash|fmha)",
     "MoE GEMM": r"grouped_gemm|ragged_dot",

@@ -124,9 +124,9 @@ def step_lines(found: Sequence[Profile]) -> list[str]:
         "The host gap is what a step takes, run one ahead as the engine does, beyond the sum of its kernels; that"
     ]
     lines += [
-        "comes from a profile, which has no graphs. Products that XLA does, of shared experts too, are dense GEMM,"
+        "comes from a profile, which has no graphs. Products that XLA does are dense GEMM, those of shared experts too"
     ]
-    lines += ["and what it fuses around them is elementwise.", ""]
+    lines += ["where they stand apart from the others; what it fuses around them is elementwise.", ""]
     for head, p in zip(heads, found, strict=True):
         lines += [f"### The longest kernels, {head} ({p.source})", ""]
         for title, part in p.time.parts.items():

@@ -30,7 +30,7 @@ WORKLOAD_OF = {key: name for name, workload in WORKLOADS.items() for key in work
 class Weights:
     """Numbers of weights, head included, embedding not, and the sizes that attention works on."""
 
-    always: int  # of all layers, those that every token passes
+    always: int  # of all layers, those that every token passes, shared experts too, whichever product has them
     head: int
     expert: int  # of one routed expert of one layer
     moe_layers: int

@@ -1,12 +1,14 @@
 """Mixture of experts (arXiv 2401.06066): a float32 router, sorted rows through grouped products, shared experts.
 
 Every device routes all rows alike and computes those of its own experts; what each makes is a part of one sum. No row
-is ever dropped: the sorted order holds all T x J assignments.
+is ever dropped: the sorted order holds all T x J assignments. Where each device has all experts, shared ones are the
+first of the grouped products: that costs the time of their weights and no launch. Where experts are cut over the
+devices they stay a block of their own, which all devices cut alike, as no single one should have all its rows to do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,18 @@ class MoeSpec:
     shared_width: int  # of all shared experts together; 0: there are none
     rule: RouteRule
     bias: bool  # a correction bias that only decides which experts are chosen
+    grouped_shared: int = 0  # S: the first of the experts' arrays are shared ones, and there is no module for them
+
+    def fitted(self, placement: Placement) -> MoeSpec:
+        """As it runs on the mesh: shared experts among the others where these are whole and cut like them."""
+        if self.shared_width % self.width or placement.axes("experts", self.num_experts):
+            return self
+        cut_alike = placement.axes("mlp", self.shared_width) == placement.axes("expert_mlp", self.width)
+        return self.joined() if cut_alike else self
+
+    def joined(self) -> MoeSpec:
+        """The same layer with its shared experts among the others."""
+        return replace(self, grouped_shared=self.shared_width // self.width)
 
 
 class MoeMlp(nnx.Module):
@@ -36,7 +50,7 @@ class MoeMlp(nnx.Module):
 
     def __init__(self, hidden: int, spec: MoeSpec, dtype: jnp.dtype, placement: Placement) -> None:
         self.spec = spec
-        experts, width = spec.num_experts, spec.width
+        experts, width, shared = spec.num_experts, spec.width, spec.grouped_shared
         self.expert_axes = placement.axes("experts", experts)
         self.axes = self.expert_axes + placement.axes("expert_mlp", width)
         self.local_experts = experts // placement.size(self.expert_axes)
@@ -44,9 +58,10 @@ class MoeMlp(nnx.Module):
         self.router = parameter((experts, hidden), (None, "embed"), jnp.dtype(jnp.float32))
         self.router_bias = parameter((experts,), (None,), jnp.dtype(jnp.float32)) if spec.bias else None
         gate_axes = ("experts", None, "expert_mlp", "embed")
-        self.experts_gate_up = parameter((experts, 2, width, hidden), gate_axes, dtype)
-        self.experts_down = parameter((experts, hidden, width), ("experts", "embed", "expert_mlp"), dtype)
-        self.shared = GatedMlp(hidden, spec.shared_width, dtype, placement) if spec.shared_width else None
+        self.experts_gate_up = parameter((shared + experts, 2, width, hidden), gate_axes, dtype)
+        self.experts_down = parameter((shared + experts, hidden, width), ("experts", "embed", "expert_mlp"), dtype)
+        has_module = spec.shared_width > 0 and not shared
+        self.shared = GatedMlp(hidden, spec.shared_width, dtype, placement) if has_module else None
 
     def __call__(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
         """[T, D] -> float32 [T, D]."""
@@ -59,13 +74,14 @@ class MoeMlp(nnx.Module):
         return add_up(routed, self.axes, dtype) + add_up(shared, self.shared.axes, dtype)
 
     def routed(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
-        """This device's part of the routed experts' sum, float32. Rows of padding go to no expert, whose weights they
-        would have read for nothing."""
+        """This device's part of the sum of the experts in its arrays, float32. Rows of padding go to no routed expert,
+        whose weights they would have read for nothing."""
         device = paged.device
         logits_TX = contract(x_TD.astype(jnp.float32), self.router[...], 1)
         bias_X = None if self.router_bias is None else self.router_bias[...]
         own = {"first": index(self.expert_axes) * self.local_experts, "count": self.local_experts}
-        routed = moe_route(logits_TX, bias_X, paged.live_T, self.spec.rule, **own, device=device)
+        shared = self.spec.grouped_shared
+        routed = moe_route(logits_TX, bias_X, paged.live_T, self.spec.rule, **own, shared=shared, device=device)
         h_AF = gate_up(x_TD, routed.row_A, self.experts_gate_up[...], routed.size_X, device=device)
         y_AD = down(h_AF, self.experts_down[...], routed.size_X, routed.weight_A, device=device)
         return combine(y_AD, routed.place_TJ, dtype=jnp.float32)

@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
 class SplitDecoder:
     """The decoder taken apart once: the jitted step gets the leaves as one flat list and merges inside."""
 
-    spec: ModelSpec  # as it runs: with kv heads repeated where the mesh needs that
+    spec: ModelSpec  # as it runs on the mesh: see `fit_spec`
     placement: Placement
     graph: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
@@ -175,7 +175,7 @@ def split_decoder(spec: ModelSpec, dtype: jnp.dtype, mesh: Mesh | None = None, w
     graph, tree, names, leaves = abstract(fitted, dtype, placement, mesh, with_mtp)
     stored = leaves
     if times > 1:
-        whole = abstract(spec, dtype, placement, mesh, with_mtp)[3]
+        whole = abstract(replace(fitted, attention=spec.attention), dtype, placement, mesh, with_mtp)[3]
         stored = tuple(old if old.shape != new.shape else new for old, new in zip(whole, leaves, strict=True))
     return SplitDecoder(fitted, placement, graph, tree, names, leaves, stored, times)
 
@@ -190,7 +190,8 @@ def kv_repeat(spec: ModelSpec, placement: Placement) -> int:
 
 
 def fit_spec(spec: ModelSpec, placement: Placement) -> ModelSpec:
-    """The model as it runs on the mesh: kv heads repeated where there are fewer than tensor-parallel devices.
+    """The model as it runs on the mesh: kv heads repeated where there are fewer than tensor-parallel devices, shared
+    experts among the others where each device has all of them.
 
     Raises ConfigError where heads or experts cannot be shared out evenly.
     """
@@ -208,7 +209,7 @@ def fit_spec(spec: ModelSpec, placement: Placement) -> ModelSpec:
         raise ConfigError(
             f"--expert-parallel-size: got {expert}, allowed: what divides the model's {spec.moe.num_experts} experts"
         )
-    return spec
+    return spec if spec.moe is None else replace(spec, moe=spec.moe.fitted(placement))
 
 
 def abstract(
@@ -232,6 +233,7 @@ def abstract(
 def parameter_shapes(
     spec: ModelSpec, dtype: jnp.dtype = jnp.bfloat16, with_mtp: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Dotted parameter names in leaf order -> shapes and dtypes; what a checkpoint must fill, no more and no less."""
-    split = split_decoder(spec, jnp.dtype(dtype), with_mtp=with_mtp)
-    return dict(zip(split.names, split.leaves, strict=True))
+    """Dotted parameter names in leaf order -> shapes and dtypes: what a converted checkpoint holds for any mesh, which
+    is the model as its config describes it, before `fit_spec`."""
+    _, _, names, leaves = abstract(spec, jnp.dtype(dtype), Placement(), None, with_mtp)
+    return dict(zip(names, leaves, strict=True))

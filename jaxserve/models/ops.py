@@ -91,8 +91,9 @@ def moe_ops(spec: MoeSpec, hidden: int, placement: Placement, sizes: StepSizes) 
     """Of a mixture of experts; the grouped product named is that of gate and up."""
     experts = spec.num_experts // placement.size(placement.axes("experts", spec.num_experts))
     width = spec.width // placement.size(placement.axes("expert_mlp", spec.width))
-    rows = sizes.tokens * spec.rule.top_k
+    shared = spec.grouped_shared
+    rows = sizes.tokens * (shared + spec.rule.top_k)
     return {
-        "moe_route": MoeRouteShapes(sizes.tokens, spec.num_experts, experts, spec.rule, spec.bias),
-        "grouped_gemm": GroupedGemmShapes(rows, experts, 2, hidden, width, sizes.dtype),
+        "moe_route": MoeRouteShapes(sizes.tokens, spec.num_experts, experts, spec.rule, spec.bias, shared),
+        "grouped_gemm": GroupedGemmShapes(rows, shared + experts, 2, hidden, width, sizes.dtype),
     }

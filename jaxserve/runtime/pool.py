@@ -79,7 +79,7 @@ def estimate_workspace_bytes(spec: ModelSpec, config: Config, placement: Placeme
     elements = [part("mlp", spec.mlp_width) * 3 + spec.hidden_size * 3]
     if spec.moe is not None:
         width = part("expert_mlp", spec.moe.width)
-        elements.append(spec.moe.rule.top_k * (3 * width + 2 * spec.hidden_size))
+        elements.append((spec.moe.grouped_shared + spec.moe.rule.top_k) * (3 * width + 2 * spec.hidden_size))
     parts_bytes = [tokens * max(elements) * item_bytes]
     parts_bytes.append(int(rows * part("vocab", spec.vocab_size) * 4 * LOGITS_COPIES))
     parts_bytes.append(attention_bytes(spec, config, part("heads", spec.attention.num_heads), item_bytes))

@@ -47,6 +47,7 @@ def gate_up(
       row_A: int32, the token of each sorted row.
       w_X2FD: gate and up projections of each expert, each [out, in] as Hugging Face keeps them.
       size_X: int32, rows of each expert: the first size[0] rows are expert 0's, and so on. Their sum is A at most.
+        There may be more than there are experts, of which the last are 0.
       device, implementation: see registry.select.
 
     Returns:
@@ -105,8 +106,8 @@ def down(
 def _shapes(name: str, x: jax.Array, w_XPNK: jax.Array, size_X: jax.Array, rows: int) -> GroupedGemmShapes:
     experts, products, columns, inner = w_XPNK.shape
     require(name, "size", size_X, "X", dtypes=INTEGERS)
-    if size_X.shape != (experts,):
-        raise ValueError(f"{name}: size is {size_X.shape}, must be {(experts,)}, one an expert.")
+    if size_X.shape[0] < experts:
+        raise ValueError(f"{name}: size is {size_X.shape}, must be {(experts,)}, one an expert, or longer.")
     if x.dtype != w_XPNK.dtype:
         raise ValueError(f"{name}: dtypes {x.dtype} and {w_XPNK.dtype} must be one.")
     return GroupedGemmShapes(rows, experts, products, inner, columns, str(x.dtype))

@@ -87,5 +87,5 @@ def run(
         weight_A = jnp.pad(weight_A, (0, missing))
     if out_AN is not None:
         out_AN = jnp.pad(out_AN, ((0, missing), (0, 0)))
-    size_X = jnp.pad(size_X, (0, -X % WALK))
+    size_X = jnp.pad(size_X, (0, -size_X.shape[0] % WALK))
     return grouped(x_AK, w_XPNK, size_X, weight_A, out_AN, tuning=tuning, interpret=interpret)[:A]

@@ -20,7 +20,7 @@ from pallas_kernels.moe_route.contract import Routed, RouteRule
 from pallas_kernels.moe_route.mosaic_gpu import Tuning
 from pallas_kernels.timing import Problem, Step
 
-# "moe_route xEXPERTS topK tTOKENS": softmax (DeepSeek-V2-Lite); "... groups ...": sigmoid, bias, 4 of 8
+# "moe_route xEXPERTS topK [sSHARED] tTOKENS": softmax (DeepSeek-V2-Lite); "... groups ...": sigmoid, bias, 4 of 8
 # groups, top-8 (DeepSeek-V3); "... bias ...": sigmoid, bias, no groups, top-8 (GLM-4.5).
 CASE_IDS = (
     "moe_route x64 top6 t1",
@@ -28,6 +28,9 @@ CASE_IDS = (
     "moe_route x64 top6 t64",
     "moe_route x64 top6 t256",
     "moe_route x64 top6 t8192",
+    "moe_route x64 top6 s2 t1",
+    "moe_route x64 top6 s2 t16",
+    "moe_route x64 top6 s2 t8192",
     "moe_route x128 bias t16",
     "moe_route x256 groups t1",
     "moe_route x256 groups t16",
@@ -35,7 +38,7 @@ CASE_IDS = (
     "moe_route x256 groups t256",
     "moe_route x256 groups t8192",
 )
-PATTERN = re.compile(r"moe_route x(\d+) (top(\d+)|groups|bias) t(\d+)")
+PATTERN = re.compile(r"moe_route x(\d+) (top(\d+)|groups|bias)(?: s(\d+))? t(\d+)")
 _SETS = 16
 _GROUPS = RouteRule("sigmoid", 8, num_groups=8, kept_groups=4, group_score="top2", renormalise=True, scale=2.5)
 _BIAS = RouteRule("sigmoid", 8, renormalise=True)
@@ -54,36 +57,37 @@ class Fed:
         return np.where(live_A, np.asarray(routed.weight_A), 0).astype(dtype)
 
 
-def rule_of(case_id: str) -> tuple[RouteRule, int, int]:
-    """Rule, experts and tokens of a case."""
-    experts, kind, top_k, tokens = PATTERN.fullmatch(case_id).groups()
+def rule_of(case_id: str) -> tuple[RouteRule, int, int, int]:
+    """Rule, experts, shared ones and tokens of a case."""
+    experts, kind, top_k, shared, tokens = PATTERN.fullmatch(case_id).groups()
     rule = {"groups": _GROUPS, "bias": _BIAS}.get(kind) or RouteRule("softmax", int(top_k))
-    return rule, int(experts), int(tokens)
+    return rule, int(experts), int(shared or 0), int(tokens)
 
 
 def build(case_id: str, device: Device) -> Problem:
     """Random logits of a case; all tokens are live."""
-    rule, X, T = rule_of(case_id)
+    rule, X, S, T = rule_of(case_id)
     rng = np.random.default_rng(0)
     sets = [(jnp.asarray(2 * rng.standard_normal((T, X)), jnp.float32),) for _ in range(_SETS)]
     bias_X = None if rule.scoring == "softmax" else jnp.asarray(rng.standard_normal(X) / 10, jnp.float32)
     live_T = jnp.ones(T, bool)
-    run = jax.jit(lambda logits_TX: xla.run(logits_TX, live_T, first=0, bias_X=bias_X, rule=rule, count=X))
+    options = {"first": 0, "bias_X": bias_X, "rule": rule, "count": X, "shared": S}
+    run = jax.jit(lambda logits_TX: xla.run(logits_TX, live_T, **options))
     return Problem(
         case_id=case_id,
         first=Fed(()),  # pyright: ignore[reportArgumentType] - a tree of arrays
         shared=(live_T, bias_X),  # pyright: ignore[reportArgumentType] - None where there is no bias
         sets=sets,
         reference=lambda: jnp.asarray(np.asarray(Fed((run(*sets[0]),)))),
-        least_bytes=4 * T * (X + 3 * rule.top_k) + 4 * X,
+        least_bytes=4 * T * (X + 3 * (S + rule.top_k)) + 4 * (S + X),
         operations=T * X * rule.top_k,
     )
 
 
 def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     """Named ways to run the op; `every`: other tunings of the kernels and the XLA form, too."""
-    rule, X, T = rule_of(problem.case_id)
-    options: dict[str, Any] = {"rule": rule, "count": X}
+    rule, X, S, T = rule_of(problem.case_id)
+    options: dict[str, Any] = {"rule": rule, "count": X, "shared": S}
     found = {"mosaic_gpu": _step(mosaic_gpu.run, **options)}
     if every:
         few = T <= Tuning().one_launch

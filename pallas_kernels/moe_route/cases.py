@@ -11,7 +11,8 @@ from pallas_kernels.moe_route.contract import RouteRule
 
 @dataclass(frozen=True, slots=True)
 class RouteCase:
-    """Sizes and rule of one call. ties: logits and biases come in so few steps that many choices are equal."""
+    """Sizes and rule of one call. ties: logits and biases come in so few steps that many choices are equal. shared:
+    experts that every token goes to."""
 
     name: str
     tokens: int
@@ -19,6 +20,7 @@ class RouteCase:
     rule: RouteRule
     bias: bool = False
     ties: bool = False
+    shared: int = 0
 
 
 _V2 = RouteRule("softmax", top_k=6, num_groups=8, kept_groups=3, scale=16.0)
@@ -30,6 +32,8 @@ CASES = (
     RouteCase("sigmoid, groups, bias", 64, 256, _V3, bias=True),
     RouteCase("sigmoid, one group, bias", 16, 128, RouteRule("sigmoid", 8, renormalise=True, scale=1.5), bias=True),
     RouteCase("one token, every expert", 1, 4, RouteRule("sigmoid", top_k=4)),
+    RouteCase("softmax, 2 shared", 16, 64, RouteRule("softmax", top_k=6), shared=2),
+    RouteCase("sigmoid, groups, bias, 1 shared", 70, 256, _V3, bias=True, shared=1),
     RouteCase("ties", 16, 64, _V3, bias=True, ties=True),
 )
 

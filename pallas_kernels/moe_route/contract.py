@@ -1,6 +1,7 @@
 """Which experts each token goes to, and the order in which their rows are computed: takes a router's scores.
 
-Besides the dimension keys of the models (T tokens, X experts, D hidden): J experts a token, A = T J assignments.
+Besides the dimension keys of the models (T tokens, X experts, D hidden): J experts a token, A = T J assignments. With S
+shared experts, which every token goes to, J and X count those too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pallas_kernels.moe_route import order
 
 OP = "moe_route"
 SCORINGS = ("softmax", "sigmoid")
+SIZES = 8  # sizes of experts come in whole groups of so many
 GROUP_SCORES = {"max": 1, "top2": 2}  # and how many experts of a group its score counts
 
 
@@ -110,7 +112,8 @@ class Routed(NamedTuple):
     """What the products of the experts need; int32 but for weight_A, which is fp32.
 
     row_A, weight_A: the token of each sorted assignment of this device's experts, and its weight; past sum(size) any
-    token and any weight, NaN too. place_TJ, size_X: as in Order.
+    token and any weight, NaN too. place_TJ, size_X: as in Order, but that zeros follow the sizes up to a multiple of
+    SIZES: who reads them in groups needs no launch to fill the last one. Shared experts come first in all four.
     """
 
     row_A: jax.Array
@@ -128,6 +131,7 @@ class MoeRouteShapes:
     count: int  # X, of this device
     rule: RouteRule
     bias: bool
+    shared: int = 0  # S
 
 
 def moe_route(
@@ -138,6 +142,7 @@ def moe_route(
     *,
     first: jax.Array | int = 0,
     count: int,
+    shared: int = 0,
     device: Device,
     implementation: str = registry.AUTO,
 ) -> Routed:
@@ -148,13 +153,16 @@ def moe_route(
     The weights are scores, the bias is in none of them, and none is recovered by subtracting it: a score of 1e-8 beside
     a bias of 12 would be lost. Experts of groups that are left out have choice minus infinity, not 0, which a negative
     choice would lose to. Renormalised weights are divided by (sum + 1e-20), as transformers does.
+    Shared experts need no choice: every token goes to each of them with weight 1, one of padding too, and whoever
+    computes the rows treats them as the first S of its experts.
 
     Args:
       logits_TX: fp32; X are the experts of all devices.
       bias_X: fp32 [X], or None: the correction bias (`e_score_correction_bias`).
       rule: of choosing.
       live_T: bool; the others go to no expert.
-      first, count: this device's experts, see sort_by_expert.
+      first, count: this device's experts, see sort_by_expert; shared ones are not among them.
+      shared: S, how many there are.
       device, implementation: see registry.select.
 
     Raises:
@@ -172,10 +180,12 @@ def moe_route(
         raise ValueError(f"{OP}: count is {count}, must be from 1 to the {experts} experts.")
     if isinstance(first, int) and not 0 <= first <= experts - count:
         raise ValueError(f"{OP}: first is {first}, must be from 0 to {experts - count}: {count} of {experts} experts.")
+    if shared < 0:
+        raise ValueError(f"{OP}: shared is {shared}, must be 0 or more.")
     rule.check_experts(experts)
-    shapes = MoeRouteShapes(tokens, experts, count, rule, bias_X is not None)
+    shapes = MoeRouteShapes(tokens, experts, count, rule, bias_X is not None, shared)
     chosen = registry.select(OP, shapes, device, implementation)
-    return chosen.run(logits_TX, live_T, first=first, bias_X=bias_X, rule=rule, count=count)
+    return chosen.run(logits_TX, live_T, first=first, bias_X=bias_X, rule=rule, count=count, shared=shared)
 
 
 def combine(y_AD: jax.Array, place_TJ: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -183,7 +193,7 @@ def combine(y_AD: jax.Array, place_TJ: jax.Array, *, dtype: jax.typing.DTypeLike
 
     Args:
       y_AD: sorted rows, already weighted; those past this device's own may be anything, NaN too.
-      place_TJ: of the Order; assignments at A and beyond are left out.
+      place_TJ: of the Order, or of Routed; assignments at A and beyond are left out.
     """
     require("combine", "y", y_AD, "A D", dtypes=(*FLOATS, "float16"))
     require("combine", "place", place_TJ, "T J", dtypes=INTEGERS)

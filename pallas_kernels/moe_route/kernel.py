@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.moe_route import simt
-from pallas_kernels.moe_route.contract import RouteRule
+from pallas_kernels.moe_route.contract import SIZES, RouteRule
 
 WORD = 32  # tokens of a word, a bit each
 MOST_CTAS = 8  # of a cluster
@@ -27,13 +27,15 @@ _NOBODY = 0xFFFF  # past any expert
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Static sizes of a launch: T tokens, `experts` of all devices, X of this one; words: of each expert, in a CTA."""
+    """Static sizes of a launch: T tokens, `experts` of all devices, X of this one, S shared ones; words of each expert
+    in a CTA."""
 
     tokens: int
     experts: int
     count: int
     rule: RouteRule
     bias: bool
+    shared: int
     ctas: int
     words: int = 1
 
@@ -41,6 +43,21 @@ class Sizes:
     def tokens_each(self) -> int:
         """Of a CTA; WORD * words at most."""
         return -(-self.tokens // self.ctas) if self.words == 1 else WORD * self.words
+
+    @property
+    def shared_rows(self) -> int:
+        """S T: they come before all others."""
+        return self.shared * self.tokens
+
+    @property
+    def assignments(self) -> int:
+        """A."""
+        return self.shared_rows + self.tokens * self.rule.top_k
+
+    @property
+    def no_experts(self) -> int:
+        """Zeros behind the sizes of experts."""
+        return -(self.shared + self.count) % SIZES
 
     @property
     def threads(self) -> int:
@@ -80,12 +97,11 @@ def route_then_sort(
 
 
 def _results(sizes: Sizes) -> dict[str, _Array]:
-    T, J = sizes.tokens, sizes.rule.top_k
     return {
-        "row": _Array((T * J,), jnp.int32),
-        "weight": _Array((T * J,), jnp.float32),
-        "place": _Array((T, J), jnp.int32),
-        "size_X": _Array((sizes.count,), jnp.int32),
+        "row": _Array((sizes.assignments,), jnp.int32),
+        "weight": _Array((sizes.assignments,), jnp.float32),
+        "place": _Array((sizes.tokens, sizes.shared + sizes.rule.top_k), jnp.int32),
+        "size_X": _Array((sizes.shared + sizes.count + sizes.no_experts,), jnp.int32),
     }
 
 
@@ -130,7 +146,7 @@ def _launch(
 
 def route_body(m: Any, r: Any, sizes: Sizes) -> None:
     """One launch: choices, then places. m: simt.Machine or emulator.Emulator; r: refs by name."""
-    A, J, X = sizes.tokens * sizes.rule.top_k, sizes.rule.top_k, sizes.count
+    X = sizes.count
     is_expert = m.thread < X
     expert_here = m.where(is_expert, m.thread, 0)
     m.store(r.words, m.thread, 0, where=is_expert)
@@ -148,12 +164,12 @@ def route_body(m: Any, r: Any, sizes: Sizes) -> None:
     size = m.where(is_expert, size, 0)
     start, rows = _starts(m, r, size, sizes.threads)
     m.store(r.starts, m.thread, start + before, where=is_expert)
-    m.store(r.size_X, m.thread, size, where=is_expert & (m.cta == 0))
+    _store_sizes(m, r, size, is_expert, sizes)
     m.sync()
     [word], [start] = m.load(r.words, local), m.load(r.starts, local)
     place = start + m.count_bits(word & ((1 << bit) - 1))
-    _store(m, r, token, active & (m.lane < J), mine, place, weight, J, A)
-    _fill(m, r, rows, A, sizes.threads, sizes)
+    _store(m, r, token, active, mine, place, weight, sizes)
+    _fill(m, r, rows, sizes.threads, sizes)
     if sizes.ctas > 1:
         m.sync_all()  # no CTA ends while another reads its words
 
@@ -183,7 +199,7 @@ def choose_body(m: Any, r: Any, sizes: Sizes) -> None:
 
 def place_body(m: Any, r: Any, sizes: Sizes) -> None:
     """Second of two launches: sums of all counts, then places."""
-    A, J, X = sizes.tokens * sizes.rule.top_k, sizes.rule.top_k, sizes.count
+    J, X = sizes.rule.top_k, sizes.count
     # Threads share the CTAs' counts among them: `parts` of them an expert.
     parts = max(1, min(sizes.ctas, _MOST_THREADS // X))
     part = m.thread & 0
@@ -210,7 +226,7 @@ def place_body(m: Any, r: Any, sizes: Sizes) -> None:
     size = m.where(is_expert, size, 0)
     start, rows = _starts(m, r, size, _MOST_THREADS)
     m.store(r.starts, m.thread, start + before, where=is_expert)
-    m.store(r.size_X, m.thread, size, where=is_expert & (m.cta == 0))
+    _store_sizes(m, r, size, is_expert, sizes)
     m.sync()
     for word in range(sizes.words):
         token, active = _token(m, m.warp + WORD * word, sizes)
@@ -223,8 +239,8 @@ def place_body(m: Any, r: Any, sizes: Sizes) -> None:
         for index in range(word + 1):
             [bits] = m.load(r.words, (m.cta * sizes.words + index) * X + local)
             place = place + m.count_bits(bits if index < word else bits & ((1 << m.warp) - 1))
-        _store(m, r, token, listed, mine, place, weight, J, A)
-    _fill(m, r, rows, A, _MOST_THREADS, sizes)
+        _store(m, r, token, active, mine, place, weight, sizes)
+    _fill(m, r, rows, _MOST_THREADS, sizes)
 
 
 def _token(m: Any, index: Any, sizes: Sizes) -> tuple[Any, Any]:
@@ -244,7 +260,8 @@ def _choice(m: Any, r: Any, token: Any, active: Any, sizes: Sizes) -> tuple[Any,
 
 
 def _starts(m: Any, r: Any, rows: Any, threads: int) -> tuple[Any, Any]:
-    """Rows of all lower experts than a thread's, and of all experts. rows: of the thread's expert."""
+    """Rows of all lower experts than a thread's, and of all experts. rows: of the thread's expert. Shared experts' rows
+    are not counted: `_store` and `_fill` add them."""
     up_to = simt.running_total(m, rows)
     m.store(r.sums, m.warp, up_to, where=m.lane == 31)
     m.sync()
@@ -254,15 +271,34 @@ def _starts(m: Any, r: Any, rows: Any, threads: int) -> tuple[Any, Any]:
     return m.total(m.where(m.lane < m.warp, sums, 0)) + up_to - rows, m.total(sums)
 
 
-def _store(m: Any, r: Any, token: Any, listed: Any, mine: Any, place: Any, weight: Any, J: int, A: int) -> None:
-    m.store(r.place, token * J + m.lane, m.where(mine, place, A), where=listed)
+def _store_sizes(m: Any, r: Any, rows: Any, is_expert: Any, sizes: Sizes) -> None:
+    """rows: of the thread's expert."""
+    first, S, none = m.cta == 0, sizes.shared, m.thread & 0
+    m.store(r.size_X, m.thread + S, rows, where=is_expert & first)
+    if S + sizes.no_experts:
+        is_shared, writes = m.thread < S, m.thread < S + sizes.no_experts
+        at = m.thread + m.where(is_shared, none, sizes.count)
+        m.store(r.size_X, at, m.where(is_shared, none + sizes.tokens, 0), where=writes & first)
+
+
+def _store(m: Any, r: Any, token: Any, active: Any, mine: Any, place: Any, weight: Any, sizes: Sizes) -> None:
+    """Lane j's assignment of the warp's token, and lane s's shared one, whose place needs no counting."""
+    S, J, A = sizes.shared, sizes.rule.top_k, sizes.assignments
+    place = place + sizes.shared_rows
+    m.store(r.place, token * (S + J) + S + m.lane, m.where(mine, place, A), where=active & (m.lane < J))
     m.store(r.row, place, token, where=mine)
     m.store(r.weight, place, weight, where=mine)
+    if S:
+        own, place = active & (m.lane < S), m.lane * sizes.tokens + token
+        m.store(r.place, token * (S + J) + m.lane, place, where=own)
+        m.store(r.row, place, token, where=own)
+        m.store(r.weight, place, 1.0, where=own)
 
 
-def _fill(m: Any, r: Any, rows: Any, A: int, threads: int, sizes: Sizes) -> None:
+def _fill(m: Any, r: Any, rows: Any, threads: int, sizes: Sizes) -> None:
     """Rows of nobody: token 0, weight 0."""
-    for offset in range(0, A, sizes.ctas * threads):
+    A = sizes.assignments
+    for offset in range(sizes.shared_rows, A, sizes.ctas * threads):
         past = rows + m.cta * threads + m.thread + offset
         m.store(r.row, past, 0, where=past < A)
         m.store(r.weight, past, 0.0, where=past < A)

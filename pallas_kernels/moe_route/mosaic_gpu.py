@@ -34,6 +34,8 @@ def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
         return f"there are {shapes.experts} experts, must be a multiple of {_LANES} and {_MOST_EXPERTS} at most."
     if shapes.rule.top_k > _LANES:
         return f"top_k is {shapes.rule.top_k}, must be {_LANES} at most."
+    if shapes.shared > _LANES:
+        return f"there are {shapes.shared} shared experts, must be {_LANES} at most."
     if shapes.rule.grouped and _LANES % shapes.rule.num_groups:
         return f"there are {shapes.rule.num_groups} groups, must be a power of 2 and {_LANES} at most."
     if shapes.rule.scoring == "softmax" and not shapes.rule.by_logit(shapes.bias):
@@ -44,7 +46,7 @@ def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
 
 
 # Under jit of its own, the kernel of all layers is traced, lowered and compiled once, not once a layer.
-@functools.partial(jax.jit, static_argnames=("rule", "count", "tuning"))
+@functools.partial(jax.jit, static_argnames=("rule", "count", "shared", "tuning"))
 def run(
     logits_TX: jax.Array,
     live_T: jax.Array,
@@ -53,22 +55,26 @@ def run(
     bias_X: jax.Array | None,
     rule: RouteRule,
     count: int,
+    shared: int = 0,
     tuning: Tuning | None = None,
 ) -> Routed:
     """See the contract."""
-    sizes = sizes_for(logits_TX.shape, count, rule, bias_X is not None, tuning or Tuning())
+    sizes = sizes_for(logits_TX.shape, count, rule, bias_X is not None, tuning or Tuning(), shared)
     inputs = (logits_TX, live_T.astype(jnp.int32), jnp.asarray(first, jnp.int32).reshape(1), bias_X)
     one = sizes.tokens <= (tuning or Tuning()).one_launch
     return Routed(*(kernel.route_sorted if one else kernel.route_then_sort)(*inputs, sizes=sizes))
 
 
-def sizes_for(shape: tuple[int, ...], count: int, rule: RouteRule, bias: bool, tuning: Tuning) -> kernel.Sizes:
+def sizes_for(
+    shape: tuple[int, ...], count: int, rule: RouteRule, bias: bool, tuning: Tuning, shared: int = 0
+) -> kernel.Sizes:
     """How a launch is cut into CTAs."""
     tokens, experts = shape
+    facts = (tokens, experts, count, rule, bias, shared)
     if tokens <= tuning.one_launch:
         ctas = min(kernel.MOST_CTAS, -(-tokens // tuning.tokens_each))
         while -(-tokens // ctas) * (ctas - 1) >= tokens:  # no CTA without a token
             ctas -= 1
-        return kernel.Sizes(tokens, experts, count, rule, bias, ctas)
+        return kernel.Sizes(*facts, ctas)
     words = -(-tokens // (kernel.WORD * tuning.most_ctas))
-    return kernel.Sizes(tokens, experts, count, rule, bias, -(-tokens // (kernel.WORD * words)), words)
+    return kernel.Sizes(*facts, -(-tokens // (kernel.WORD * words)), words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.moe_route.contract import RouteRule
+from pallas_kernels.moe_route.contract import SIZES, Routed, RouteRule
 
 
 def route(logits_TX: np.ndarray, bias_X: np.ndarray | None, rule: RouteRule) -> tuple[np.ndarray, np.ndarray]:
@@ -39,6 +39,30 @@ def _one(logits_X: np.ndarray, bias_X: np.ndarray | None, rule: RouteRule) -> tu
 def _highest(values: np.ndarray, count: int) -> np.ndarray:
     """Indices of the highest values, the lowest index first among equal ones."""
     return np.argsort(-values, kind="stable")[:count]
+
+
+def run(
+    logits_TX: np.ndarray,
+    live_T: np.ndarray,
+    *,
+    first: int,
+    bias_X: np.ndarray | None,
+    rule: RouteRule,
+    count: int,
+    shared: int = 0,
+) -> Routed:
+    """See the contract. Rows past sum(size) are those of the others, by number of the expert."""
+    expert_TJ, weight_TJ = route(logits_TX, bias_X, rule)
+    expert_TJ[~live_T] = -1
+    row_A, place_TJ, size_X, assignment_A = sort(expert_TJ, first, count)
+    T = len(live_T)
+    own_TS = np.arange(T)[:, None] + T * np.arange(shared)
+    return Routed(
+        np.concatenate((np.tile(np.arange(T), shared), row_A)),
+        np.concatenate((np.ones(shared * T, np.float32), weight_TJ.reshape(-1)[assignment_A])),
+        np.concatenate((own_TS, place_TJ + shared * T), axis=1),
+        np.concatenate((np.full(shared, T), size_X, np.zeros(-(shared + count) % SIZES, np.int64))),
+    )
 
 
 def sort(expert_TJ: np.ndarray, first: int, count: int) -> tuple[np.ndarray, ...]:

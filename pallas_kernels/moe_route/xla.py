@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.device import Device
-from pallas_kernels.moe_route.contract import GROUP_SCORES, MoeRouteShapes, Routed, RouteRule, sort_by_expert
+from pallas_kernels.moe_route.contract import GROUP_SCORES, SIZES, MoeRouteShapes, Routed, RouteRule, sort_by_expert
 
 
 def why_not(shapes: MoeRouteShapes, device: Device) -> str | None:
@@ -23,12 +23,28 @@ def run(
     bias_X: jax.Array | None,
     rule: RouteRule,
     count: int,
+    shared: int = 0,
 ) -> Routed:
     """See the contract."""
     expert_TJ, weight_TJ = choose(logits_TX, bias_X, rule)
     order = sort_by_expert(jnp.where(live_T[:, None], expert_TJ, -1), first=first, count=count)
     # Sorted by a gather: a scatter needs a launch more, to zero its target.
-    return Routed(order.row_A, weight_TJ.reshape(-1)[order.assignment_A], order.place_TJ, order.size_X)
+    routed = Routed(order.row_A, weight_TJ.reshape(-1)[order.assignment_A], order.place_TJ, order.size_X)
+    routed = with_shared(routed, shared) if shared else routed
+    return routed._replace(size_X=jnp.pad(routed.size_X, (0, -routed.size_X.size % SIZES)))
+
+
+def with_shared(routed: Routed, shared: int) -> Routed:
+    """The same behind the rows of S shared experts; a place that was nobody's, A, stays one, as A grows alike."""
+    T = routed.place_TJ.shape[0]
+    token_T, before = jnp.arange(T, dtype=jnp.int32), shared * T
+    own_TS = token_T[:, None] + T * jnp.arange(shared, dtype=jnp.int32)
+    return Routed(
+        jnp.concatenate((jnp.tile(token_T, shared), routed.row_A)),
+        jnp.pad(routed.weight_A, (before, 0), constant_values=1),
+        jnp.concatenate((own_TS, routed.place_TJ + before), axis=1),
+        jnp.pad(routed.size_X, (shared, 0), constant_values=T),
+    )
 
 
 def choose(logits_TX: jax.Array, bias_X: jax.Array | None, rule: RouteRule) -> tuple[jax.Array, jax.Array]:

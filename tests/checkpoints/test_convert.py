@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from checkpoints import convert as module
-from checkpoints.convert import Conversion, convert, is_finished, open_array, plan
+from checkpoints.convert import Conversion, convert, is_finished, plan
 from checkpoints.names.table import NameTable, Part, Piece, Target, plain
 from checkpoints.provenance import Identity
 from checkpoints.readers.safetensors import SafetensorsReader
-from checkpoints.restore import restore
+from checkpoints.restore import open_array, restore
 from checkpoints.source import open_model
 from checkpoints.verify import verify_checksums
 from jaxserve.errors import CheckpointError
@@ -231,7 +231,7 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
 def test_verify_finds_a_damaged_array(tmp_path: Path, source: Path) -> None:
     conversion = plan(source, tmp_path / "target", "auto")
     convert(conversion)
-    array = open_array(tmp_path / "target" / "weights", "layers.1.mlp.down")
+    array = open_array(tmp_path / "target" / "weights", "layers.1.mlp.down", write=True)
     array[3, 4].write(1000.0).result()
     with pytest.raises(CheckpointError, match="1 parameters are damaged: layers.1.mlp.down"):
         verify_checksums(conversion)

@@ -87,6 +87,14 @@ def test_tiles_hold_about_an_experts_share(rows: int, experts: int, expected: in
     assert tile_rows(rows, experts) == expected
 
 
+@pytest.mark.parametrize("device", [CPU, Device("gpu", "8.0")], ids=str)
+def test_sizes_may_go_on_with_zeros(device: Device) -> None:
+    x_TD, row_A, w_X2FD, size_X, *_ = make_inputs(RAGGED, seed=0)
+    call = jax.jit(functools.partial(gate_up, device=device))
+    made, longer = (np.asarray(call(x_TD, row_A, w_X2FD, np.pad(size_X, (0, more)))) for more in (0, 6))
+    np.testing.assert_array_equal(made[: size_X.sum()], longer[: size_X.sum()])
+
+
 def test_arrays_that_do_not_belong_together() -> None:
     x_TD, row_A, w_X2FD, size_X, h_AF, w_XDF, weight_A = map(jnp.asarray, make_inputs(RAGGED, seed=0))
     with pytest.raises(ValueError, match=r"must be \[X, 2, F, 48\]"):

@@ -27,6 +27,7 @@ TUNINGS = {
     "two launches, some words a CTA": Tuning(one_launch=0, most_ctas=1),
 }
 NATIVE = [case for case in CASES if case.experts % 32 == 0]
+SHARED = [case for case in CASES if case.shared]
 FITS = {"tokens": 16, "experts": 256, "count": 256, "rule": CASES[3].rule, "bias": True}
 
 
@@ -38,10 +39,9 @@ def live_of(case: RouteCase) -> np.ndarray:
 def expected_of(case: RouteCase, first: int, count: int) -> tuple[Routed, int]:
     """Of the reference, with the number of rows that are somebody's."""
     logits_TX, bias_X = make_inputs(case, seed=0)
-    expert_TJ, weight_TJ = reference.route(logits_TX, bias_X, case.rule)
-    expert_TJ[~live_of(case)] = -1
-    row_A, place_TJ, size_X, assignment_A = reference.sort(expert_TJ, first, count)
-    return Routed(row_A, weight_TJ.reshape(-1)[assignment_A], place_TJ, size_X), int(size_X.sum())
+    options = {"rule": case.rule, "count": count, "shared": case.shared}
+    made = reference.run(logits_TX, live_of(case), first=first, bias_X=bias_X, **options)
+    return made, int(made.size_X.sum())
 
 
 def compare(made: Routed, expected: Routed, rows: int, label: str) -> None:
@@ -56,8 +56,8 @@ def compare(made: Routed, expected: Routed, rows: int, label: str) -> None:
 def emulated(case: RouteCase, first: int, count: int, tuning: Tuning) -> Routed:
     """The kernels' bodies in numpy, from poisoned outputs and scratch."""
     logits_TX, bias_X = make_inputs(case, seed=0)
-    sizes = sizes_for(logits_TX.shape, count, case.rule, bias_X is not None, tuning)
-    T, J = case.tokens, case.rule.top_k
+    sizes = sizes_for(logits_TX.shape, count, case.rule, bias_X is not None, tuning, case.shared)
+    T, J, S = case.tokens, case.rule.top_k, case.shared
     inputs = {"logits": logits_TX.ravel(), "live": live_of(case).astype(np.uint32), "bias": bias_X}
     r = SimpleNamespace(**inputs, first=np.full(1, first, np.uint32))
 
@@ -66,7 +66,7 @@ def emulated(case: RouteCase, first: int, count: int, tuning: Tuning) -> Routed:
             floats = name in ("weight", "weights")
             setattr(r, name, np.full(shape, np.nan, np.float32) if floats else np.full(shape, 0xABCDEF, np.uint32))
 
-    poison(row=(T * J,), weight=(T * J,), place=(T * J,), size_X=(count,))
+    poison(row=(T * (S + J),), weight=(T * (S + J),), place=(T * (S + J),), size_X=(-(-(S + count) // 8) * 8,))
     poison(starts=(sizes.ctas, count), sums=(sizes.ctas, 32))
     if T <= tuning.one_launch:
         poison(words=(sizes.ctas, count))
@@ -77,7 +77,7 @@ def emulated(case: RouteCase, first: int, count: int, tuning: Tuning) -> Routed:
         kernel.choose_body(Emulator(sizes.ctas, 1024), r, sizes)
         poison(size=(sizes.ctas, 1024), before=(sizes.ctas, 1024))
         kernel.place_body(Emulator(sizes.ctas, 1024), r, sizes)
-    return Routed(r.row, r.weight, r.place.reshape(T, J).astype(np.int64), r.size_X.astype(np.int64))
+    return Routed(r.row, r.weight, r.place.reshape(T, S + J).astype(np.int64), r.size_X.astype(np.int64))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -85,8 +85,9 @@ def emulated(case: RouteCase, first: int, count: int, tuning: Tuning) -> Routed:
 def test_the_xla_form(case: RouteCase, parts: int) -> None:
     logits_TX, bias_X = make_inputs(case, seed=0)
     first, count = case.experts - case.experts // parts, case.experts // parts
-    call = jax.jit(xla.run, static_argnames=("rule", "count"))
-    made = call(logits_TX, live_of(case), first=first, bias_X=bias_X, rule=case.rule, count=count)
+    call = jax.jit(xla.run, static_argnames=("rule", "count", "shared"))
+    options = {"rule": case.rule, "count": count, "shared": case.shared}
+    made = call(logits_TX, live_of(case), first=first, bias_X=bias_X, **options)
     expected, rows = expected_of(case, first, count)
     compare(Routed(*map(np.asarray, made)), expected, rows, case.name)
 
@@ -106,6 +107,25 @@ def test_slices_of_the_experts(first: int, tuning: Tuning) -> None:
     compare(emulated(CASES[3], first, 32, tuning), expected, rows, "slice")
 
 
+def test_shared_experts_are_no_part_of_a_slice() -> None:
+    """They come before this device's experts, whichever those are."""
+    case = dataclasses.replace(CASES[3], shared=3)
+    expected, rows = expected_of(case, 64, 32)
+    for tuning in TUNINGS.values():
+        compare(emulated(case, 64, 32, tuning), expected, rows, "slice")
+
+
+def test_every_token_goes_to_the_shared_experts() -> None:
+    """Written down, for two of them and two live tokens of three."""
+    rule, live_T = RouteRule("softmax", top_k=1), np.array([True, False, True])
+    logits_TX = np.array([[0, 0, 0, 9], [9, 0, 0, 0], [0, 9, 0, 0]], np.float32)
+    made = moe_route(jnp.asarray(logits_TX), None, jnp.asarray(live_T), rule, count=4, shared=2, device=CPU)
+    np.testing.assert_array_equal(made.size_X, [3, 3, 0, 1, 0, 1, 0, 0])
+    np.testing.assert_array_equal(made.row_A[:8], [0, 1, 2, 0, 1, 2, 2, 0])
+    np.testing.assert_array_equal(made.place_TJ, [[0, 3, 7], [1, 4, 9], [2, 5, 6]])
+    np.testing.assert_array_equal(made.weight_A[:6], np.ones(6))
+
+
 def test_more_tokens_than_one_launch_takes() -> None:
     case = dataclasses.replace(CASES[0], tokens=257)
     expected, rows = expected_of(case, 0, 64)
@@ -122,11 +142,11 @@ def test_every_token_has_a_cta(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (16, 1), (256, 1), (257, 2), (8192, 2)])
-@pytest.mark.parametrize("case", NATIVE[:4], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*NATIVE[:4], *SHARED], ids=lambda case: case.name)
 def test_it_lowers_for_the_gpu(case: RouteCase, tokens: int, launches: int) -> None:
     arrays = [jax.ShapeDtypeStruct((tokens, case.experts), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.bool_)]
     bias_X = jnp.zeros(case.experts) if case.bias else None
-    options = {"first": 0, "bias_X": bias_X, "rule": case.rule, "count": case.experts}
+    options = {"first": 0, "bias_X": bias_X, "rule": case.rule, "count": case.experts, "shared": case.shared}
     call = jax.jit(lambda *inputs: mosaic_gpu.run(*inputs, **options))
     text = call.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == launches
@@ -139,6 +159,7 @@ def test_it_lowers_for_the_gpu(case: RouteCase, tokens: int, launches: int) -> N
         ({"experts": 544}, "there are 544 experts, must be a multiple of 32 and 512 at most"),
         ({"rule": RouteRule("sigmoid", 33)}, "top_k is 33, must be 32 at most"),
         ({"rule": RouteRule("sigmoid", 2, num_groups=64, kept_groups=8)}, "there are 64 groups, must be a power of 2"),
+        ({"shared": 33}, "there are 33 shared experts, must be 32 at most"),
         ({"rule": RouteRule("softmax", 2)}, "softmax scores with a bias"),
         ({"tokens": 40000}, "there are 40000 tokens, must be 32768 at most"),
     ],
@@ -160,6 +181,7 @@ def test_arrays_that_do_not_belong_together() -> None:
         ((jnp.zeros((2, 8)), jnp.zeros(7), live), {}, r"bias is float32 \(7,\)"),
         ((jnp.zeros((2, 8)), None, live[1:]), {}, r"live is bool \(1,\)"),
         ((jnp.zeros((2, 8)), None, live.astype(jnp.int32)), {}, "live is int32"),
+        ((jnp.zeros((2, 8)), None, live), {"shared": -1}, "shared is -1, must be 0 or more"),
         ((jnp.zeros((2, 8)), None, live), {"count": 9}, "count is 9, must be from 1 to the 8 experts"),
     )
     for arrays, change, reason in wrong:

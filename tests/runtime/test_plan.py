@@ -20,7 +20,7 @@ from jaxserve.config import CacheConfig, Config, DeviceFacts, ModelConfig, Runti
 from jaxserve.engine.buckets import Buckets
 from jaxserve.errors import DeviceError
 from jaxserve.mesh import Placement, make_mesh
-from jaxserve.models.decoder import split_decoder
+from jaxserve.models.decoder import fit_spec, split_decoder
 from jaxserve.models.families import model_spec
 from jaxserve.runtime import start
 from jaxserve.runtime.compile import compile_all
@@ -59,7 +59,8 @@ def test_the_estimate_suffices_and_wastes_little(
         runtime=RuntimeConfig(tensor_parallel_size=devices),
     )
     config, _ = resolve(wanted, DeviceFacts("cuda", "", devices, spec.max_len, "bfloat16"))
-    estimate_bytes = estimate_workspace_bytes(spec, config, Placement(tensor=devices))
+    placement = Placement(tensor=devices)
+    estimate_bytes = estimate_workspace_bytes(fit_spec(spec, placement), config, placement)
     assert 1.1 * needed_bytes < estimate_bytes < needed_bytes + 1.3e9  # of an H200's 138e9
 
 

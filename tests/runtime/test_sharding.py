@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -60,19 +61,22 @@ def test_logits_and_greedy_ids_are_those_of_one_device(name: str, sizes: Sizes) 
     assert found == wanted["greedy_ids"][:24].tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chatglm_tiny/chat",
-        "deepseek_tiny/moe",
-        "deepseek_v2_tiny/groups",
-        "glm4_moe_lite_tiny/flash-mtp",
-        "glm_tiny/chat",
-        "llama_tiny/gqa",
-    ],
+OTHERS = (
+    "chatglm_tiny/chat",
+    "deepseek_tiny/moe",
+    "deepseek_v2_tiny/groups",
+    "glm4_moe_lite_tiny/flash-mtp",
+    "glm_tiny/chat",
+    "llama_tiny/gqa",
 )
-def test_every_other_family_on_one_mesh(name: str) -> None:
-    wanted, forward = reference(name), forward_on(name, (2, 2, 2))
+TWO_SHARED = ("deepseek_tiny/moe", "deepseek_v2_tiny/lite")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, (2, 2, 2)) for name in OTHERS), *((name, (2, 1, 1)) for name in TWO_SHARED)]
+)
+def test_every_other_family_on_one_mesh_and_two_shared_experts_on_another(name: str, sizes: Sizes) -> None:
+    wanted, forward = reference(name), forward_on(name, sizes)
     got = forward.logits(wanted["ids_1"], chunk_tokens=11, decode_from=20)
     error = np.abs(got - wanted["logits_1"]).max(-1) / np.abs(wanted["logits_1"]).max(-1)
     assert error.max() < LIMIT, f"position {error.argmax()}: {error.max():.2e}"
@@ -94,7 +98,10 @@ def collectives(forward: PagedForward) -> dict[str, int]:
     return {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in kinds}
 
 
-@pytest.mark.parametrize(("name", "sizes"), [(MODELS[0], (2, 4, 1)), (MODELS[1], (2, 2, 2)), (MODELS[2], (8, 1, 1))])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [(MODELS[0], (2, 4, 1)), (MODELS[0], (8, 1, 1)), (MODELS[1], (2, 2, 2)), (MODELS[2], (8, 1, 1))],
+)
 def test_a_layer_adds_up_twice_and_moves_nothing_else(name: str, sizes: Sizes) -> None:
     """Attention and feed-forward block once each, and the embedding once: no weight or cache is ever gathered."""
     forward = forward_on(name, sizes)
@@ -111,6 +118,32 @@ def test_weights_and_caches_are_cut_where_they_can_be() -> None:
     assert shard["layers.1.attention.q"][0] == 1 and whole["layers.1.attention.q"][0] == 8
     assert shard["embed.weight"] == (16, 32)
     assert shard["layers.1.attention.down"] == whole["layers.1.attention.down"]  # the latent is everybody's
+
+
+def test_shared_experts_are_among_the_others_where_each_device_has_all_of_those() -> None:
+    for sizes in COVERING:
+        split = forward_on(MODELS[0], sizes).split
+        shapes = {name: leaf.shape for name, leaf in zip(split.names, split.leaves, strict=True)}
+        apart = sizes[1] > 1
+        assert shapes["layers.1.mlp.experts_gate_up"] == (16 if apart else 17, 2, 16, 32)
+        assert ("layers.1.mlp.shared.down" in shapes) == apart
+        assert split.spec.moe is not None and split.spec.moe.grouped_shared == (0 if apart else 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "placement"),
+    [
+        ({"shared_width": 24}, Placement()),  # no multiple of 16
+        ({"width": 15, "shared_width": 30}, Placement(tensor=2)),  # cut over two devices, and each routed one whole
+        ({}, Placement(expert=2)),
+    ],
+)
+def test_shared_experts_that_stand_apart(change: dict[str, int], placement: Placement) -> None:
+    spec = model_spec(open_model(GOLDENS / MODELS[0]).config).moe
+    assert spec is not None
+    joined = spec.fitted(Placement(tensor=2))
+    assert joined.grouped_shared == 1 and joined.fitted(Placement(tensor=2)) == joined
+    assert replace(spec, **change).fitted(placement).grouped_shared == 0
 
 
 @pytest.mark.parametrize(
