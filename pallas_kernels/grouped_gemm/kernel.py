@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import grid_sync, tile_queue
+from pallas_kernels.grouped_gemm import walk as walks
+from pallas_kernels.grouped_gemm.walk import ALIGN, WALK, Tile, Walk
+
 BLOCK, HALF = 128, 64  # columns of a block, and of a warpgroup in it: wgmma's M
 STEP = 64  # of the inner dimension, at least: 128 bytes, the widest swizzle
-ALIGN = 8  # rows of a swizzled tile of shared memory
 _SWIZZLE = plgpu.SwizzleTransform(128)
 _SWIZZLED = (plgpu.TilingTransform((ALIGN, STEP)), _SWIZZLE)
 _ROWS = plgpu.Layout.WGMMA.reduce(0)  # one value a row of the tile
-WALK = 8  # experts whose sizes are read at once
 _COPY = 2  # the warpgroup that copies
 
 
@@ -45,28 +47,6 @@ class Tuning:
     ctas: int = 132  # one an SM
     compute_registers: int = 232
     copy_registers: int = 40
-
-
-class _Walk(NamedTuple):
-    """A group of experts, and what lies before it and in it."""
-
-    group: jax.Array
-    rows_before: jax.Array
-    tiles_before: jax.Array
-    rows_here: jax.Array
-    tiles_here: jax.Array
-
-
-class _Tile(NamedTuple):
-    """Where a tile lies; done: steps of this CTA before it."""
-
-    expert: jax.Array
-    first_row: jax.Array  # a multiple of 8
-    first_live: jax.Array  # rows first_live .. end_live - 1 of the tile are the expert's, and this tile's to write
-    end_live: jax.Array
-    column: jax.Array  # number of the tile along the columns
-    whole: jax.Array  # all its blocks are within the columns, not only the first
-    done: jax.Array
 
 
 def grouped(
@@ -137,27 +117,7 @@ def grouped(
     return jax.freeze(out_ref)
 
 
-def _sizes(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """(first row, rows, tiles) of each expert of a group. Tiles start at a multiple of 8."""
-    R = r.tuning.rows
-    found = []
-    for i in range(WALK):
-        size = r.size_X[jnp.minimum(group, r.groups - 1) * WALK + i]
-        span = lax.rem(rows_before, jnp.int32(ALIGN)) + size
-        tiles = jnp.where(size > 0, lax.div(span + (R - 1), jnp.int32(R)), 0)
-        found.append((rows_before, size, tiles))
-        rows_before += size
-    return found
-
-
-def _open(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array, tiles_before: jax.Array) -> _Walk:
-    rows_here = tiles_here = jnp.int32(0)
-    for _, size, tiles in _sizes(r, group, rows_before):
-        rows_here, tiles_here = rows_here + size, tiles_here + tiles
-    return _Walk(group, rows_before, tiles_before, rows_here, tiles_here)
-
-
-def _for_each_tile(r: SimpleNamespace, visit: Callable[[_Tile], None]) -> jax.Array:
+def _for_each_tile(r: SimpleNamespace, visit: Callable[[Tile], None]) -> jax.Array:
     """visit(tile) for each tile of this CTA. Returns its number of steps.
 
     Neighbouring CTAs take neighbouring columns of the same rows, then the expert's next rows: what they share is in
@@ -165,52 +125,21 @@ def _for_each_tile(r: SimpleNamespace, visit: Callable[[_Tile], None]) -> jax.Ar
     """
     cta, ctas = lax.axis_index("cta"), jnp.int32(r.tuning.ctas)
 
-    def one(index: jax.Array, state: tuple[_Walk, jax.Array]) -> tuple[_Walk, jax.Array]:
+    def one(index: jax.Array, state: tuple[Walk, jax.Array]) -> tuple[Walk, jax.Array]:
         walk, done = state
         number = index * ctas + lax.rem(cta + index, ctas)
         row_tile, column = lax.div(number, jnp.int32(r.columns)), lax.rem(number, jnp.int32(r.columns))
-        walk = lax.while_loop(
-            lambda w: (w.group < r.groups) & (row_tile >= w.tiles_before + w.tiles_here),
-            lambda w: _open(r, w.group + 1, w.rows_before + w.rows_here, w.tiles_before + w.tiles_here),
-            walk,
-        )
+        walk = walks.advance(r, walk, row_tile)
         here = walk.group < r.groups
-        pl.when(here)(lambda: visit(_place(r, walk, row_tile, column, done)))
+        pl.when(here)(lambda: visit(walks.place(r, walk, row_tile - walk.tiles_before, column, done)))
         return walk, done + jnp.where(here, r.steps, 0)
 
     zero = jnp.int32(0)
-    _, done = lax.fori_loop(0, r.rounds, one, (_open(r, zero, zero, zero), zero))
+    _, done = lax.fori_loop(0, r.rounds, one, (walks.begin(r), zero))
     return done
 
 
-def _place(r: SimpleNamespace, walk: _Walk, row_tile: jax.Array, column: jax.Array, done: jax.Array) -> _Tile:
-    """An expert's tiles are of one height, a multiple of 8 that is R at most."""
-    left = row_tile - walk.tiles_before
-    expert = first = size = tiles = index = jnp.int32(0)
-    for i, one in enumerate(_sizes(r, walk.group, walk.rows_before)):
-        mine = (left >= 0) & (left < one[2])
-        found = (walk.group * WALK + i, *one, left)
-        before = (expert, first, size, tiles, index)
-        expert, first, size, tiles, index = (jnp.where(mine, new, old) for new, old in zip(found, before, strict=True))
-        left -= one[2]
-    aligned = lax.div(first, jnp.int32(ALIGN))  # in units of 8 rows
-    units = lax.div(first - aligned * ALIGN + size + (ALIGN - 1), jnp.int32(ALIGN))
-    height = lax.div(units + tiles - 1, tiles)
-    wanted = aligned + index * height
-    # A tile is read whole, also at the end of the rows.
-    start = jnp.minimum(wanted, (r.x_AK.shape[0] - r.tuning.rows) // ALIGN)
-    return _Tile(
-        expert=expert,
-        first_row=start * ALIGN,
-        first_live=jnp.maximum(first, wanted * ALIGN) - start * ALIGN,
-        end_live=jnp.minimum(first + size, (wanted + height) * ALIGN) - start * ALIGN,
-        column=column,
-        whole=(column < r.columns - 1) | (not r.uneven),
-        done=done,
-    )
-
-
-def _column(r: SimpleNamespace, tile: _Tile, block: int) -> jax.Array:
+def _column(r: SimpleNamespace, tile: Tile, block: int) -> jax.Array:
     """First column of a block in its product; the last block of a product is moved up to end with it."""
     P, N = r.w_XPNK.shape[1:3]
     number = tile.column if P == 2 else tile.column * r.tuning.blocks + block
@@ -223,7 +152,7 @@ def _copy(r: SimpleNamespace) -> None:
         plgpu.set_max_registers(r.tuning.copy_registers, action="decrease")
     P, stages, step = r.w_XPNK.shape[1], r.tuning.stages, r.tuning.step
 
-    def visit(tile: _Tile) -> None:
+    def visit(tile: Tile) -> None:
         columns = [_column(r, tile, block) for block in range(r.tuning.blocks)]
 
         @pl.loop(0, r.steps)
@@ -259,7 +188,7 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
         plgpu.set_max_registers(r.tuning.compute_registers, action="increase")
     acc = plgpu.ACC((HALF, r.tuning.rows), jnp.float32)
 
-    def visit(tile: _Tile) -> None:
+    def visit(tile: Tile) -> None:
         if r.tuning.stagger:
             pl.when((side == 1) & (tile.done == 0))(lambda: plgpu.barrier_wait(r.ahead))
         pieces = pl.run_scoped(lambda *accs: _products(r, side, tile, accs), *[acc] * r.tuning.blocks)
@@ -281,7 +210,7 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _products(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
+def _products(r: SimpleNamespace, side: jax.Array, tile: Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
     """One fp32 [64, R] a block, by the narrowest products that hold the tile's rows."""
     below = jnp.int32(0)
     for width in (*r.tuning.widths, r.tuning.rows):
@@ -297,7 +226,7 @@ def _products(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: tuple[Any,
     return [acc[...] for acc in accs]
 
 
-def _steps(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: list[Any]) -> None:
+def _steps(r: SimpleNamespace, side: jax.Array, tile: Tile, accs: list[Any]) -> None:
     """The products of all steps; each gives its stage back while the next one runs."""
     stages = r.tuning.stages
     width = accs[0].shape[1]
@@ -320,7 +249,7 @@ def _steps(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: list[Any]) ->
     plgpu.barrier_arrive(r.free.at[lax.rem(tile.done + (r.steps - 1), jnp.int32(stages))])
 
 
-def _store(r: SimpleNamespace, side: jax.Array, tile: _Tile, column: jax.Array, piece_LR: jax.Array) -> None:
+def _store(r: SimpleNamespace, side: jax.Array, tile: Tile, column: jax.Array, piece_LR: jax.Array) -> None:
     """Transposes a warpgroup's part through shared memory and writes the tile's live rows, a power of two a copy."""
     stage_RL = r.o_2RL.at[side]
     columns = pl.ds(column + side * HALF, HALF)

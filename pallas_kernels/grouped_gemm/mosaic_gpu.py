@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.grouped_gemm.contract import GroupedGemmShapes
-from pallas_kernels.grouped_gemm.kernel import ALIGN, BLOCK, STEP, WALK, Tuning, grouped
+from pallas_kernels.grouped_gemm.kernel import BLOCK, STEP, Tuning, grouped
+from pallas_kernels.grouped_gemm.walk import ALIGN, WALK
 
 _SHARED_BYTES = 232_448 - 1024  # less what barriers take
 _MOST_STAGES = 8
