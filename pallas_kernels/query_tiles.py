@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
     tile_W8: jax.Array
     gaps_Z: jax.Array  # rows of no chunk in each block of TILE_TOKENS packed rows
     owned_T: jax.Array  # 1 where a packed row is some chunk's
-    next_1: jax.Array  # a word that the CTAs of a kernel take their items by, see tile_queue.py
+    next_2: jax.Array  # words that the CTAs of a kernel take their items by, see tile_queue.py
 
 
 def tile_slots(tokens: int, chunks: int) -> int:
@@ -69,7 +69,8 @@ def cut_tiles(
         words[BASE] = base_R[chunk_W]
     tile_W8 = jnp.stack([words.get(word, jnp.zeros_like(keys_W)) for word in range(8)], axis=1)
     gaps_Z, owned_T = _gaps(start_R, tokens_R, tokens)
-    return Tiles(last_R[-1:], tile_W8[jnp.argsort(-keys_W)], gaps_Z, owned_T, grid_sync.zero_words(tokens_R[:1]))
+    next_2 = grid_sync.zero_words(jnp.broadcast_to(tokens_R[:1], (2,)))
+    return Tiles(last_R[-1:], tile_W8[jnp.argsort(-keys_W)], gaps_Z, owned_T, next_2)
 
 
 def _gaps(start_R: jax.Array, tokens_R: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:

@@ -56,6 +56,7 @@ def copy(r: SimpleNamespace) -> None:
 
     state = (jnp.int32(0), jnp.int32(0), known(jnp.int32(0), r.cta))
     _, done, _ = lax.while_loop(lambda state: state[2][0] > 0, one_item, state)
+    tile_queue.close(r)
     _drain(r, done)
 
 

@@ -90,18 +90,18 @@ def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
 
 def _others(chosen: Tuning, products: int, inner: int) -> dict[str, Tuning]:
     """Tunings to try beside the chosen one."""
-    if chosen.rows >= 128:
+    if chosen.queue:
+        high = (64, 96, 112, 128, 136, 144, 152, 160, 168, 176, 184)
         made = {
-            "rows=128": Tuning(rows=128),
-            "rows=128 stagger=0": Tuning(rows=128, stagger=0),
-            "rows=128 stagger=2": Tuning(rows=128, stagger=2),
-            "rows=128 narrower": Tuning(rows=128, widths=(32, 64, 96)),
-            "rows=144 stagger=2": replace(chosen, stagger=2),
-            "rows=144 finer": replace(chosen, widths=(64, 96, 112, 128, 136)),
-            "rows=128 plain stores": Tuning(rows=128, swizzled_stores=False),
-            "rows=192": Tuning(rows=192, widths=(64, 128, 160), store_rows=96),
-            "rows=192 finer": Tuning(rows=192, widths=(64, 96, 128, 136, 144, 160, 176), store_rows=96),
-            "rows=256 blocks=1": Tuning(rows=256, widths=(64, 128, 192), blocks=1, store_rows=64),
+            "shares rows=144": Tuning(rows=144, widths=(64, 128), store_rows=72),  # chosen before there was a queue
+            "shares rows=128": replace(chosen, queue=False),
+            "shuffles": replace(chosen, matrix_stores=False),
+            "stagger=0": replace(chosen, stagger=0),
+            "stagger=2": replace(chosen, stagger=2),
+            "late=2": replace(chosen, late=2),
+            "late=12": replace(chosen, late=12),
+            "rows=144": replace(chosen, rows=144, widths=(64, 96, 104, 112, 120, 128, 136), store_rows=72),
+            "rows=192": replace(chosen, rows=192, widths=high, store_rows=192),
         }
     else:
         made = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_kernels.device import Device
 from pallas_kernels.grouped_gemm import mosaic_gpu, reference
 from pallas_kernels.grouped_gemm.cases import GemmCase, GemmInputs, make_inputs
 from pallas_kernels.grouped_gemm.kernel import BLOCK, STEP, Tuning
+from pallas_kernels.grouped_gemm.mosaic_gpu import MANY_ROWS
 
 _TWO = {"even": (256, 256), "odd": (257, 255), "one": (512, 0)}
 _MANY = (0, 1, 7, 8, 9, 0, 0, 63, 64, 65, 127, 128, 129, 0, 300, 15, 16, 17, 0, 144, 145, 2, 3)
@@ -26,6 +28,10 @@ VARIANTS = {
     "widest": Tuning(rows=192, widths=(128, 160), store_rows=96, stagger=2),
     "plain stores": Tuning(rows=64, swizzled_stores=False),
     "long steps": Tuning(rows=32, step=128),
+    "queue, low tiles": replace(MANY_ROWS, rows=48, widths=(8, 16, 32), stagger=2),
+    "queue, 144 rows": replace(MANY_ROWS, rows=144, widths=(64, 96, 112, 128), store_rows=72),
+    "queue, 192 rows": replace(MANY_ROWS, rows=192, widths=(64, 128, 160, 176), store_rows=192),
+    "queue, shuffles": replace(MANY_ROWS, matrix_stores=False, late=1),
 }
 
 
@@ -84,9 +90,15 @@ def _runner(
         options |= {"row_A": None, "weight_A": jnp.asarray(weight_A)}
     shape = (len(row_A), arrays[1].shape[2])
 
-    def call() -> tuple[np.ndarray, np.ndarray]:
+    @jax.jit
+    def twice(x: jax.Array, w_XPNK: jax.Array, size_X: jax.Array) -> jax.Array:
+        # As two layers: the second call finds the queue's words as the first one has left them.
         poison = jnp.full(shape, jnp.nan, jnp.bfloat16)
-        made = mosaic_gpu.run(*map(jnp.asarray, arrays), out_AN=poison, **options)
+        first = mosaic_gpu.run(x, w_XPNK, size_X, out_AN=poison, **options)
+        return mosaic_gpu.run(x + 0 * first[:1, :1], w_XPNK, size_X, out_AN=poison, **options)
+
+    def call() -> tuple[np.ndarray, np.ndarray]:
+        made = twice(*map(jnp.asarray, arrays))
         return np.asarray(jax.block_until_ready(made)[:live], np.float32), expected
 
     return call

@@ -1,18 +1,19 @@
-"""The Hopper kernel of grouped_gemm in Pallas Mosaic GPU: persistent CTAs that walk over the tiles of all experts.
+"""The Hopper kernel of grouped_gemm in Pallas Mosaic GPU: persistent CTAs that share out the tiles of all experts.
 
 Weights lie on wgmma's M axis, the rows of an expert on N, so that few rows cost few columns: Y^T = W X^T. Two
 warpgroups compute, a third copies, tiles ahead of them. A tile is 2 blocks of 128 columns of one expert (gate and up,
 or neighbours) by R rows that start at a multiple of 8, as a tiled copy must; what other experts own there is computed
-and not stored. NOTES.md has the design and figures.
+and not stored. Few rows an expert: each warpgroup finds its CTA's share of the tiles by itself. Many: CTAs take tiles
+from a queue. NOTES.md has the design and figures.
 Dimension keys beyond the contract's: R rows of a tile, S stages, B columns of a block, L columns of a warpgroup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import grid_sync, tile_queue
+from pallas_kernels.grouped_gemm import walk as walks
+from pallas_kernels.grouped_gemm.walk import ALIGN, WALK, Tile, Walk
+
 BLOCK, HALF = 128, 64  # columns of a block, and of a warpgroup in it: wgmma's M
 STEP = 64  # of the inner dimension, at least: 128 bytes, the widest swizzle
-ALIGN = 8  # rows of a swizzled tile of shared memory
 _SWIZZLE = plgpu.SwizzleTransform(128)
 _SWIZZLED = (plgpu.TilingTransform((ALIGN, STEP)), _SWIZZLE)
 _ROWS = plgpu.Layout.WGMMA.reduce(0)  # one value a row of the tile
-WALK = 8  # experts whose sizes are read at once
 _COPY = 2  # the warpgroup that copies
+_WORDS = Tile._fields[:5]  # that a queue's tile is published with, after whether there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +46,12 @@ class Tuning:
     stagger: int = 1  # steps by which the second warpgroup starts late: it multiplies while the first one stores
     store_rows: int = 128  # that leave through shared memory at once, at most
     swizzled_stores: bool = True  # without, threads that write neighbouring rows there meet in one bank
+    matrix_stores: bool = False  # stmatrix transposes on its way to shared memory; without, shuffles do so before
+    queue: bool = False  # CTAs take tiles when they are free, else equal shares; the copying warpgroup looks them up
+    late: int = 4  # steps before the end of a tile's copies at which the next tile is taken
     ctas: int = 132  # one an SM
     compute_registers: int = 232
     copy_registers: int = 40
-
-
-class _Walk(NamedTuple):
-    """A group of experts, and what lies before it and in it."""
-
-    group: jax.Array
-    rows_before: jax.Array
-    tiles_before: jax.Array
-    rows_here: jax.Array
-    tiles_here: jax.Array
-
-
-class _Tile(NamedTuple):
-    """Where a tile lies; done: steps of this CTA before it."""
-
-    expert: jax.Array
-    first_row: jax.Array  # a multiple of 8
-    first_live: jax.Array  # rows first_live .. end_live - 1 of the tile are the expert's, and this tile's to write
-    end_live: jax.Array
-    column: jax.Array  # number of the tile along the columns
-    whole: jax.Array  # all its blocks are within the columns, not only the first
-    done: jax.Array
 
 
 def grouped(
@@ -86,12 +71,16 @@ def grouped(
     """
     A, K = x_AK.shape
     X, P, N, _ = w_XPNK.shape
-    R, blocks, stages, step = tuning.rows, tuning.blocks, tuning.stages, tuning.step
+    R, blocks, step = tuning.rows, tuning.blocks, tuning.step
+    # A tile's words are kept for three more tiles: the copies must not be further ahead.
+    stages = min(tuning.stages, K // step) if tuning.queue else tuning.stages
     columns = -(-N // (BLOCK if P == 2 else BLOCK * blocks))
     row_tiles = A // R + 2 * min(X, A)  # at most: a tile more than its rows need for each expert, and one for alignment
     sizes = {
         "columns": columns,
         "steps": K // step,
+        "stages": stages,
+        "ctas": tuning.ctas,
         "groups": size_X.shape[0] // WALK,
         "rounds": -(-row_tiles * columns // tuning.ctas),
         "uneven": P == 1 and -(-N // BLOCK) % blocks > 0,
@@ -101,6 +90,8 @@ def grouped(
     arrays = {"size_X": size_X, "x_AK": x_AK, "w_XPNK": w_XPNK}
     if weight_A is not None:
         arrays["weight_A"] = weight_A
+    if tuning.queue:
+        arrays["next_2"] = grid_sync.zero_words(jnp.broadcast_to(size_X[:1], (2,)))
 
     def grouped_gemm(*refs: Any, **scratch: Any) -> None:
         r = SimpleNamespace(**dict(zip([*arrays, "out_AN"], refs, strict=True)), **scratch, **sizes)
@@ -122,7 +113,8 @@ def grouped(
             "full": plgpu.Barrier(num_arrivals=blocks + 1, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "ahead": plgpu.Barrier(),
-        },
+        }
+        | (tile_queue.scratch() if tuning.queue else {}),
         grid=(tuning.ctas,),
         grid_names=("cta",),
         num_threads=3,
@@ -137,80 +129,75 @@ def grouped(
     return jax.freeze(out_ref)
 
 
-def _sizes(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """(first row, rows, tiles) of each expert of a group. Tiles start at a multiple of 8."""
-    R = r.tuning.rows
-    found = []
-    for i in range(WALK):
-        size = r.size_X[jnp.minimum(group, r.groups - 1) * WALK + i]
-        span = lax.rem(rows_before, jnp.int32(ALIGN)) + size
-        tiles = jnp.where(size > 0, lax.div(span + (R - 1), jnp.int32(R)), 0)
-        found.append((rows_before, size, tiles))
-        rows_before += size
-    return found
-
-
-def _open(r: SimpleNamespace, group: jax.Array, rows_before: jax.Array, tiles_before: jax.Array) -> _Walk:
-    rows_here = tiles_here = jnp.int32(0)
-    for _, size, tiles in _sizes(r, group, rows_before):
-        rows_here, tiles_here = rows_here + size, tiles_here + tiles
-    return _Walk(group, rows_before, tiles_before, rows_here, tiles_here)
-
-
-def _for_each_tile(r: SimpleNamespace, visit: Callable[[_Tile], None]) -> jax.Array:
-    """visit(tile) for each tile of this CTA. Returns its number of steps.
+def _for_each_share(r: SimpleNamespace, visit: Callable[[Tile], None]) -> jax.Array:
+    """visit(tile) for each tile of this CTA where CTAs have equal shares. Returns its number of steps.
 
     Neighbouring CTAs take neighbouring columns of the same rows, then the expert's next rows: what they share is in
     the L2. Each round shifts them by one, so that none has only tiles that are not whole.
     """
-    cta, ctas = lax.axis_index("cta"), jnp.int32(r.tuning.ctas)
+    cta, ctas = lax.axis_index("cta"), jnp.int32(r.ctas)
 
-    def one(index: jax.Array, state: tuple[_Walk, jax.Array]) -> tuple[_Walk, jax.Array]:
+    def one(index: jax.Array, state: tuple[Walk, jax.Array]) -> tuple[Walk, jax.Array]:
         walk, done = state
         number = index * ctas + lax.rem(cta + index, ctas)
         row_tile, column = lax.div(number, jnp.int32(r.columns)), lax.rem(number, jnp.int32(r.columns))
-        walk = lax.while_loop(
-            lambda w: (w.group < r.groups) & (row_tile >= w.tiles_before + w.tiles_here),
-            lambda w: _open(r, w.group + 1, w.rows_before + w.rows_here, w.tiles_before + w.tiles_here),
-            walk,
-        )
+        walk = walks.advance(r, walk, row_tile)
         here = walk.group < r.groups
-        pl.when(here)(lambda: visit(_place(r, walk, row_tile, column, done)))
+        pl.when(here)(lambda: visit(walks.place(r, walk, row_tile - walk.tiles_before, column, done)))
         return walk, done + jnp.where(here, r.steps, 0)
 
     zero = jnp.int32(0)
-    _, done = lax.fori_loop(0, r.rounds, one, (_open(r, zero, zero, zero), zero))
+    _, done = lax.fori_loop(0, r.rounds, one, (walks.begin(r), zero))
     return done
 
 
-def _place(r: SimpleNamespace, walk: _Walk, row_tile: jax.Array, column: jax.Array, done: jax.Array) -> _Tile:
-    """An expert's tiles are of one height, a multiple of 8 that is R at most."""
-    left = row_tile - walk.tiles_before
-    expert = first = size = tiles = index = jnp.int32(0)
-    for i, one in enumerate(_sizes(r, walk.group, walk.rows_before)):
-        mine = (left >= 0) & (left < one[2])
-        found = (walk.group * WALK + i, *one, left)
-        before = (expert, first, size, tiles, index)
-        expert, first, size, tiles, index = (jnp.where(mine, new, old) for new, old in zip(found, before, strict=True))
-        left -= one[2]
-    aligned = lax.div(first, jnp.int32(ALIGN))  # in units of 8 rows
-    units = lax.div(first - aligned * ALIGN + size + (ALIGN - 1), jnp.int32(ALIGN))
-    height = lax.div(units + tiles - 1, tiles)
-    wanted = aligned + index * height
-    # A tile is read whole, also at the end of the rows.
-    start = jnp.minimum(wanted, (r.x_AK.shape[0] - r.tuning.rows) // ALIGN)
-    return _Tile(
-        expert=expert,
-        first_row=start * ALIGN,
-        first_live=jnp.maximum(first, wanted * ALIGN) - start * ALIGN,
-        end_live=jnp.minimum(first + size, (wanted + height) * ALIGN) - start * ALIGN,
-        column=column,
-        whole=(column < r.columns - 1) | (not r.uneven),
-        done=done,
-    )
+def _for_each_taken(r: SimpleNamespace, visit: Callable[[Tile, int | jax.Array, int | jax.Array], None]) -> jax.Array:
+    """The copying warpgroup's loop over what its CTA takes from the queue: visit(tile, first step, end). Returns steps.
+
+    It leaves each tile's words for the computing warpgroups before the first step of it, so that they wait for no walk.
+    """
+    late = min(r.tuning.late, r.steps)
+    r.cta = lax.axis_index("cta")
+
+    def look_up(walk: Walk, turn: jax.Array, number: jax.Array) -> tuple[Walk, Tile]:
+        walk = walks.advance(r, walk, lax.div(number, jnp.int32(r.columns)))
+        tile = walks.place(r, walk, *walks.wholes_first(r, walk, number), turn * r.steps)
+        there = (walk.group < r.groups).astype(jnp.int32)
+        tile_queue.publish(r, turn, (there, *tile[: len(_WORDS)]))
+        return walk, tile
+
+    def one(state: tuple[jax.Array, Walk, Tile]) -> tuple[jax.Array, Walk, Tile]:
+        turn, walk, tile = state
+        visit(tile, 0, r.steps - late)
+        walk, after = look_up(walk, turn + 1, tile_queue.take(r, turn + 1))
+        visit(tile, r.steps - late, r.steps)
+        return turn + 1, walk, after
+
+    zero = jnp.int32(0)
+    state = (zero, *look_up(walks.begin(r), zero, r.cta))
+    turn, *_ = lax.while_loop(lambda state: state[1].group < r.groups, one, state)
+    tile_queue.close(r)
+    return turn * r.steps
 
 
-def _column(r: SimpleNamespace, tile: _Tile, block: int) -> jax.Array:
+def _for_each_published(r: SimpleNamespace, visit: Callable[[Tile], None]) -> None:
+    """A computing warpgroup's loop over what its CTA took."""
+
+    def there(turn: jax.Array) -> jax.Array:
+        tile_queue.await_item(r, turn)
+        return tile_queue.word(r, turn, 0)
+
+    def one(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        turn, _ = state
+        words = {name: tile_queue.word(r, turn, 1 + i) for i, name in enumerate(_WORDS)}
+        visit(Tile(**words, whole=walks.is_whole(r, words["column"]), done=turn * r.steps))
+        return turn + 1, there(turn + 1)
+
+    zero = jnp.int32(0)
+    lax.while_loop(lambda state: state[1] > 0, one, (zero, there(zero)))
+
+
+def _column(r: SimpleNamespace, tile: Tile, block: int) -> jax.Array:
     """First column of a block in its product; the last block of a product is moved up to end with it."""
     P, N = r.w_XPNK.shape[1:3]
     number = tile.column if P == 2 else tile.column * r.tuning.blocks + block
@@ -221,12 +208,12 @@ def _copy(r: SimpleNamespace) -> None:
     """The copying warpgroup: weights and rows, `stages` steps ahead."""
     if r.native:
         plgpu.set_max_registers(r.tuning.copy_registers, action="decrease")
-    P, stages, step = r.w_XPNK.shape[1], r.tuning.stages, r.tuning.step
+    P, stages, step = r.w_XPNK.shape[1], r.stages, r.tuning.step
 
-    def visit(tile: _Tile) -> None:
+    def visit(tile: Tile, first: int | jax.Array = 0, end: int | jax.Array = r.steps) -> None:
         columns = [_column(r, tile, block) for block in range(r.tuning.blocks)]
 
-        @pl.loop(0, r.steps)
+        @pl.loop(first, end)
         def _(index: jax.Array) -> None:
             stage = lax.rem(tile.done + index, jnp.int32(stages))
             inner = pl.ds(index * step, step)
@@ -242,10 +229,10 @@ def _copy(r: SimpleNamespace) -> None:
                     pl.when(jnp.logical_not(tile.whole))(lambda: plgpu.barrier_arrive(r.full.at[stage]))
                 else:
                     fetch()
-            rows = pl.ds(tile.first_row, r.tuning.rows)
+            rows = pl.ds(pl.multiple_of(tile.first_row, ALIGN), r.tuning.rows)
             plgpu.copy_gmem_to_smem(r.x_AK.at[rows, inner], r.x_SRK.at[stage], r.full.at[stage])
 
-    done = _for_each_tile(r, visit)
+    done = _for_each_taken(r, visit) if r.tuning.queue else _for_each_share(r, visit)
 
     # Every completion of a barrier must have been waited for when a kernel ends.
     @pl.loop(jnp.maximum(done - stages, 0), done)
@@ -259,47 +246,61 @@ def _compute(r: SimpleNamespace, side: jax.Array) -> None:
         plgpu.set_max_registers(r.tuning.compute_registers, action="increase")
     acc = plgpu.ACC((HALF, r.tuning.rows), jnp.float32)
 
-    def visit(tile: _Tile) -> None:
+    def visit(tile: Tile) -> None:
         if r.tuning.stagger:
             pl.when((side == 1) & (tile.done == 0))(lambda: plgpu.barrier_wait(r.ahead))
         pieces = pl.run_scoped(lambda *accs: _products(r, side, tile, accs), *[acc] * r.tuning.blocks)
         if r.w_XPNK.shape[1] == 2:
             gate, up = pieces
             pieces = [gate / (1.0 + jnp.exp(-gate)) * up]
-        if hasattr(r, "weight_A"):
-            rows = pl.ds(tile.first_row, r.tuning.rows)
-            weight_R = plgpu.load(r.weight_A.at[rows], layout=_ROWS, optimized=False)
-            pieces = [piece * lax.broadcast_in_dim(weight_R, piece.shape, [1]) for piece in pieces]
+        # Few rows: the weights are read once. Else for each block when it is stored: registers for all do not suffice.
+        by_block = r.tuning.queue
+        if not by_block:
+            pieces = [_weighted(r, tile, piece) for piece in pieces]
         for block, piece in enumerate(pieces):
 
             def store(block: int = block, piece: jax.Array = piece) -> None:
+                piece = _weighted(r, tile, piece) if by_block else piece
                 _store(r, side, tile, _column(r, tile, block), piece.astype(r.o_2RL.dtype))
 
             pl.when(tile.whole)(store) if block and r.uneven else store()
 
-    _for_each_tile(r, visit)
+    (_for_each_published if r.tuning.queue else _for_each_share)(r, visit)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _products(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
+def _weighted(r: SimpleNamespace, tile: Tile, piece_LR: jax.Array) -> jax.Array:
+    """Times the weights of the tile's rows, where there are any."""
+    if not hasattr(r, "weight_A"):
+        return piece_LR
+    weight_R = plgpu.load(r.weight_A.at[pl.ds(tile.first_row, r.tuning.rows)], layout=_ROWS, optimized=False)
+    return piece_LR * lax.broadcast_in_dim(weight_R, piece_LR.shape, [1])
+
+
+def _products(r: SimpleNamespace, side: jax.Array, tile: Tile, accs: tuple[Any, ...]) -> list[jax.Array]:
     """One fp32 [64, R] a block, by the narrowest products that hold the tile's rows."""
-    below = jnp.int32(0)
-    for width in (*r.tuning.widths, r.tuning.rows):
-        fits = (tile.end_live > below) & (tile.end_live <= width)
-        below = width
-        for count in {len(accs), 1} if r.uneven else {len(accs)}:
-            mine = fits & (tile.whole == (count == len(accs)))
 
-            def multiply(width: int = width, count: int = count) -> None:
-                _steps(r, side, tile, [acc.at[:, pl.ds(0, width)] for acc in accs[:count]])
+    def narrowest(widths: Sequence[int]) -> None:
+        if len(widths) > 1:
+            lower, upper = widths[: len(widths) // 2], widths[len(widths) // 2 :]
+            pl.when(tile.end_live <= lower[-1])(lambda: narrowest(lower))
+            pl.when(tile.end_live > lower[-1])(lambda: narrowest(upper))
+            return
 
-            pl.when(mine)(multiply) if r.uneven or r.tuning.widths else multiply()
+        def multiply(count: int = len(accs)) -> None:
+            _steps(r, side, tile, [acc.at[:, pl.ds(0, widths[0])] for acc in accs[:count]])
+
+        if r.uneven:
+            pl.when(jnp.logical_not(tile.whole))(lambda: multiply(1))
+        pl.when(tile.whole)(multiply) if r.uneven else multiply()
+
+    narrowest((*r.tuning.widths, r.tuning.rows))
     return [acc[...] for acc in accs]
 
 
-def _steps(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: list[Any]) -> None:
+def _steps(r: SimpleNamespace, side: jax.Array, tile: Tile, accs: list[Any]) -> None:
     """The products of all steps; each gives its stage back while the next one runs."""
-    stages = r.tuning.stages
+    stages = r.stages
     width = accs[0].shape[1]
     mine = pl.ds(side * HALF, HALF)
     ahead = min(r.tuning.stagger, r.steps) - 1
@@ -320,7 +321,7 @@ def _steps(r: SimpleNamespace, side: jax.Array, tile: _Tile, accs: list[Any]) ->
     plgpu.barrier_arrive(r.free.at[lax.rem(tile.done + (r.steps - 1), jnp.int32(stages))])
 
 
-def _store(r: SimpleNamespace, side: jax.Array, tile: _Tile, column: jax.Array, piece_LR: jax.Array) -> None:
+def _store(r: SimpleNamespace, side: jax.Array, tile: Tile, column: jax.Array, piece_LR: jax.Array) -> None:
     """Transposes a warpgroup's part through shared memory and writes the tile's live rows, a power of two a copy."""
     stage_RL = r.o_2RL.at[side]
     columns = pl.ds(column + side * HALF, HALF)
@@ -329,7 +330,9 @@ def _store(r: SimpleNamespace, side: jax.Array, tile: _Tile, column: jax.Array, 
         part_LR = piece_LR[:, start : start + most]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         target_RL = stage_RL.at[pl.ds(0, part_LR.shape[1])]
-        target_RL.T[...] = plgpu.layout_cast(part_LR, plgpu.Layout.WGMMA_TRANSPOSED)
+        if not r.tuning.matrix_stores:
+            part_LR = plgpu.layout_cast(part_LR, plgpu.Layout.WGMMA_TRANSPOSED)
+        target_RL.T[...] = part_LR
         plgpu.commit_smem()
         place = jnp.clip(tile.first_live - start, 0, part_LR.shape[1])
         count = jnp.clip(tile.end_live - start, 0, part_LR.shape[1]) - place

@@ -12,10 +12,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import Device
 from pallas_kernels.grouped_gemm.contract import GroupedGemmShapes
-from pallas_kernels.grouped_gemm.kernel import ALIGN, BLOCK, STEP, WALK, Tuning, grouped
+from pallas_kernels.grouped_gemm.kernel import BLOCK, STEP, Tuning, grouped
+from pallas_kernels.grouped_gemm.walk import ALIGN, WALK
 
 _SHARED_BYTES = 232_448 - 1024  # less what barriers take
+_QUEUE_BYTES = 2048  # an item's number and the words of items, each at a multiple of 1024
 _MOST_STAGES = 8
+# The copying warpgroup looks tiles up and needs more registers than where it only copies.
+MANY_ROWS = Tuning(
+    rows=128,
+    widths=(64, 80, 96, 104, 112, 120),
+    queue=True,
+    matrix_stores=True,
+    compute_registers=224,
+    copy_registers=56,
+)
 
 
 def why_not(shapes: GroupedGemmShapes, device: Device) -> str | None:
@@ -38,7 +49,7 @@ def tuning_for(rows: int, experts: int, products: int) -> Tuning:
     share = rows / experts
     wanted = share + ALIGN - 1 + 1.5 * math.sqrt(share)
     if wanted > 128:
-        return fitted(Tuning(rows=144, widths=(64, 128), store_rows=72))
+        return fitted(MANY_ROWS)
     tall = max(16, ALIGN * math.ceil(wanted / ALIGN))
     return fitted(Tuning(rows=min(tall, padded(rows)), blocks=2 if products == 2 or share > 16 else 1))
 
@@ -47,7 +58,8 @@ def fitted(tuning: Tuning) -> Tuning:
     """With as many stages as shared memory holds."""
     stage = 2 * tuning.step * (BLOCK * tuning.blocks + tuning.rows)
     stores = 2 * BLOCK * min(tuning.rows, tuning.store_rows)
-    stages = min(_MOST_STAGES * (2 // tuning.blocks), (_SHARED_BYTES - stores) // stage)
+    left = _SHARED_BYTES - stores - (_QUEUE_BYTES if tuning.queue else 0)
+    stages = min(_MOST_STAGES * (2 // tuning.blocks), left // stage)
     return dataclasses.replace(tuning, stages=stages)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +23,14 @@ FITS = {"rows": 96, "experts": 64, "products": 2, "inner": 2048, "columns": 1408
 SIZES = (3, 0, 17, 1, 0, 0, 40, 8, 5)
 UNEVEN = Tuning(rows=32, widths=(8, 16), stages=3, store_rows=24, ctas=2)
 LONG = Tuning(rows=24, stages=2, step=128, stagger=2, ctas=3)
+# As many stages as steps at most, and the next tile taken before the first step of one.
+QUEUE = Tuning(rows=32, widths=(8, 16, 24), stages=3, queue=True, matrix_stores=True, ctas=2)
 
 
 @pytest.mark.parametrize(
-    ("width", "hidden", "tuning"), [(192, 128, UNEVEN), (128, 128, LONG)], ids=["moved-up columns", "long steps"]
+    ("width", "hidden", "tuning"),
+    [(192, 128, UNEVEN), (128, 128, LONG), (192, 256, QUEUE)],
+    ids=["moved-up columns", "long steps", "queue"],
 )
 def test_gate_up_in_the_interpreter(width: int, hidden: int, tuning: Tuning) -> None:
     """The output is full of NaN before, so that a row that is not written is seen."""
@@ -39,7 +45,15 @@ def test_gate_up_in_the_interpreter(width: int, hidden: int, tuning: Tuning) -> 
 
 
 @pytest.mark.parametrize(
-    ("hidden", "tuning"), [(384, UNEVEN), (128, Tuning(rows=48, stages=2, blocks=1, stagger=0, ctas=2))]
+    ("hidden", "tuning"),
+    [
+        (384, UNEVEN),
+        (128, Tuning(rows=48, stages=2, blocks=1, stagger=0, ctas=2)),
+        (384, QUEUE),
+        (128, replace(QUEUE, ctas=3)),
+        (256, replace(QUEUE, rows=16, widths=())),
+    ],
+    ids=["uneven", "1 block", "queue, uneven", "queue, no tile of two blocks", "queue, whole tiles"],
 )
 def test_down_in_the_interpreter(hidden: int, tuning: Tuning) -> None:
     """384 columns are a tile of two blocks and one of a single block."""
@@ -83,6 +97,6 @@ def test_where_it_fits() -> None:
     assert "this is cpu" in (mosaic_gpu.why_not(GroupedGemmShapes(**FITS), Device("cpu")) or "")
 
 
-@pytest.mark.parametrize(("rows", "tall"), [(6, 8), (96, 16), (384, 24), (3072, 72), (24576, 144)])
+@pytest.mark.parametrize(("rows", "tall"), [(6, 8), (96, 16), (384, 24), (3072, 72), (24576, 128)])
 def test_tiles_hold_an_experts_share_and_its_spread(rows: int, tall: int) -> None:
     assert mosaic_gpu.tuning_for(rows, 64, 1).rows == tall

@@ -30,7 +30,7 @@ def test_tiles_hold_every_row_once(tokens: int, chunks: tuple[tuple[int, int, in
     tiles = type(made)(*map(np.asarray, made))
     words = tiles.tile_W8
     assert len(words) == tile_slots(tokens, len(chunks)) >= tiles.used_1[0] == (words[:, KEYS] > 0).sum()
-    assert (np.diff(words[:, KEYS]) <= 0).all() and tiles.next_1.tolist() == [0]
+    assert (np.diff(words[:, KEYS]) <= 0).all() and tiles.next_2.tolist() == [0, 0]
     seen: dict[int, tuple[int, int]] = {}
     for tile in words:
         assert 0 <= tile[ROW] <= tokens - 128 and tile[BASE] == 7 + tile[CHUNK]
