@@ -75,7 +75,7 @@ class Scored(Forward):
 
         def route(*args: Any, **options: Any) -> Routed:
             routed = moe_route(*args, **options)
-            chosen.append(experts(routed))
+            chosen.append(experts(routed)[:, options["shared"] :])  # shared ones come first
             return routed
 
         with mock.patch.object(moe, "moe_route", route):
@@ -103,7 +103,7 @@ class Scored(Forward):
 
 
 def experts(routed: Routed) -> jax.Array:
-    """int32 [T, J], ascending: the experts of each token, from where its rows stand in the sorted order."""
+    """int32 [T, S + J], ascending: each token's experts, from where its rows stand in the sorted order."""
     expert_TJ = (routed.place_TJ[..., None] >= jnp.cumsum(routed.size_X)).sum(axis=2, dtype=jnp.int32)
     return jnp.sort(expert_TJ, axis=1)
 
