@@ -20,7 +20,7 @@ write is dropped). Never -1: a negative page wraps round and overwrites the last
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -175,6 +175,7 @@ class Install:
     banned_token_ids: tuple[int, ...]
     bad_sequences: tuple[tuple[int, ...], ...]
     lane: int = 0  # whose slot it is
+    page_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its first pages, already written
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from jaxserve import app, environment
 from jaxserve.client import Client
 from jaxserve.config import (
     DTYPES,
+    EVICTIONS,
     CacheConfig,
     Config,
     ModelConfig,
@@ -76,6 +77,14 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True,
     flag("--num-pages", type=int, help="pages of the cache (default: from the memory that is free)")
     flag("--cache-memory-gb", type=float, help="size of the cache (default: from the memory that is free)")
     flag("--gpu-memory-utilization", type=float, default=cache.gpu_memory_utilization, help="share of the GPU to take")
+    flag(
+        "--prefix-cache",
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=cache.prefix_cache,
+        help="prompts share cached pages of those that began alike",
+    )
+    flag("--prefix-cache-eviction", choices=EVICTIONS, default=cache.prefix_cache_eviction, help="what goes first")
     flag("--device", choices=("auto", "cpu", "cuda"), default=runtime.device)
     for name, what in (
         ("tensor", "share each layer"),

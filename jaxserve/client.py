@@ -174,6 +174,10 @@ class Client:
         """End one live request; False: no such request is alive."""
         return unary(self._control.Abort, control_pb2.AbortRequest(request_id=request_id)).aborted
 
+    def flush_cache(self) -> None:
+        """Empty the prefix cache: requests sent from now on find nothing of what was before."""
+        unary(self._control.FlushCache, control_pb2.FlushCacheRequest())
+
     def drain(self, timeout_s: float | None = None) -> int:
         """No new requests from now on; waits for the live ones and returns how many are left at the timeout."""
         return unary(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s), None).live_requests

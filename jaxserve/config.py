@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from jaxserve.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float32")
+EVICTIONS = ("lru", "lfu", "priority")
 MOST_SUMMED = 2  # devices under --deterministic: the sum of two numbers has no order
 
 
@@ -32,6 +33,8 @@ class CacheConfig:
     num_pages: int | None = None
     cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True  # full pages stay after their sequence's end, for prompts that begin alike
+    prefix_cache_eviction: str = "lru"  # what goes first where pages are short: lru | lfu | priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,12 @@ def check_ranges(config: Config) -> None:
         ("--block-size", cache.page_size_tokens, cache.page_size_tokens in (8, 16, 32, 64, 128), "8, 16, 32, 64, 128"),
         ("--gpu-memory-utilization", cache.gpu_memory_utilization, 0 < cache.gpu_memory_utilization <= 1, "0 < x <= 1"),
         ("--num-pages", cache.num_pages, cache.num_pages is None or cache.num_pages > 0, "at least 1"),
+        (
+            "--prefix-cache-eviction",
+            cache.prefix_cache_eviction,
+            cache.prefix_cache_eviction in EVICTIONS,
+            f"one of {', '.join(EVICTIONS)}",
+        ),
         ("--max-num-seqs", schedule.max_num_seqs, 1 <= schedule.max_num_seqs <= 4096, "1 to 4096"),
         (
             "--max-num-batched-tokens",

@@ -80,7 +80,7 @@ def build(config: Config, emit: Callable[[EventBatch], None], progress: Progress
     load = None if config.model.random_weights else source.load
     implementations = chosen_implementations(explain_rows(config, spec, devices), config.runtime.attention)
     started = start_runner(spec, config, buckets.all(), load, vocab_size, progress)
-    engine = Engine(config.schedule, config.runtime, started.shape, started.runner, emit)
+    engine = Engine(config.schedule, config.runtime, started.shape, started.runner, emit, cache=config.cache)
     facts = EngineFacts(
         max_model_len=started.shape.max_model_len,
         model_type=source.config["model_type"],

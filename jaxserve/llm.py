@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -23,7 +24,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine_app import build_engine
 from jaxserve.errors import EngineUnavailable, InvalidRequest, RequestCancelled
 from jaxserve.options import EngineOptions, config_from_options
-from jaxserve.request import EngineStats, EventBatch, Finish, RequestOutput, SamplingParams
+from jaxserve.request import EngineStats, EventBatch, Finish, FlushCache, RequestOutput, SamplingParams
 from jaxserve.text.assemble import merge
 from jaxserve.text.front import Front
 from jaxserve.text.prepare import Prepared, TextLimits, prepare, prepare_chat
@@ -81,8 +82,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or many; results in input order.
 
-        A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids". One SamplingParams holds
-        for all prompts; a list has one for each.
+        A prompt is a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and perhaps "cache_salt".
+        One SamplingParams holds for all prompts; a list has one for each.
         Raises InvalidRequest, before anything runs, if any prompt or parameter is not allowed; RequestFailed or
         EngineUnavailable if the engine failed.
         """
@@ -153,6 +154,10 @@ class LLM:
         """The engine's figures of this moment."""
         return self._parts.stats()
 
+    def flush_cache(self) -> None:
+        """Empty the prefix cache: prompts given from now on find nothing of what was before; running ones go on."""
+        self._parts.engine.submit([FlushCache()])
+
     @property
     def tokenizer(self) -> Any:  # noqa: ANN401 - None or jaxserve.text.tokenizer.Tokenizer
         """The tokenizer, or None."""
@@ -190,11 +195,16 @@ class LLM:
             self._front.on_events(batch)
 
     def _prepare(self, prompt: Prompt, params: SamplingParams | None) -> Prepared:
+        params = params or SamplingParams()
         if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise InvalidRequest("prompt", sorted(prompt), 'a dict with just "prompt" or just "prompt_token_ids"')
-            (prompt,) = prompt.values()
-        return prepare(prompt, params or SamplingParams(), self.limits, self._text.tokenizer)
+            rest = dict(prompt)
+            if "cache_salt" in rest:  # where vLLM's users put it
+                params = replace(params, cache_salt=rest.pop("cache_salt"))
+            if len(rest) != 1 or not rest.keys() <= {"prompt", "prompt_token_ids"}:
+                allowed = 'a dict with just "prompt" or just "prompt_token_ids", and "cache_salt" if need be'
+                raise InvalidRequest("prompt", sorted(prompt), allowed)
+            (prompt,) = rest.values()
+        return prepare(prompt, params, self.limits, self._text.tokenizer)
 
     def _prepare_chat(
         self,

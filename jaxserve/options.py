@@ -26,6 +26,9 @@ class EngineOptions(TypedDict, total=False):
     num_pages: int | None  # pages of the cache; None: from the memory that is free
     cache_memory_gb: float | None  # size of the cache; None: from the memory that is free
     gpu_memory_utilization: float
+    prefix_cache: bool  # prompts share cached pages of those that began alike; on unless it is turned off
+    enable_prefix_caching: bool  # the same, as vLLM calls it
+    prefix_cache_eviction: str  # lru, lfu, priority
     device: str  # auto, cpu, cuda
     tensor_parallel_size: int  # devices that share each layer's heads and widths
     expert_parallel_size: int  # devices that share out the experts
@@ -50,6 +53,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "num_pages": ("cache", "num_pages"),
     "cache_memory_gb": ("cache", "cache_memory_bytes"),
     "gpu_memory_utilization": ("cache", "gpu_memory_utilization"),
+    "prefix_cache": ("cache", "prefix_cache"),
+    "enable_prefix_caching": ("cache", "prefix_cache"),
+    "prefix_cache_eviction": ("cache", "prefix_cache_eviction"),
     "device": ("runtime", "device"),
     "tensor_parallel_size": ("runtime", "tensor_parallel_size"),
     "expert_parallel_size": ("runtime", "expert_parallel_size"),

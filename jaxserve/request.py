@@ -22,6 +22,7 @@ MAX_BAD_WORDS = 64  # each needs up to two token sequences: with and without a s
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_TOKENS = 8
 MAX_LOGIT_BIAS = 1024
+MAX_SALT = 256  # characters of cache_salt
 
 
 class Finish(enum.IntEnum):
@@ -61,6 +62,8 @@ class SamplingParams:
       stop_token_ids: ids outside the vocabulary are kept and never match.
       logprobs: this many best tokens at each position, at most 20; the chosen token is always there. None: no logprobs.
       prompt_logprobs: the same for each prompt token but the first.
+      cache_salt: requests share cached prompts only with those of the same salt; an empty one is a salt like others.
+      bypass_prefix_cache: neither take cached pages nor leave any.
     """
 
     n: int = 1
@@ -85,6 +88,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    cache_salt: str | None = None
+    bypass_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for the first field out of range; nothing here depends on a model."""
@@ -113,6 +118,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and len(self.cache_salt) <= MAX_SALT):
+            raise InvalidRequest("cache_salt", self.cache_salt, f"a text of at most {MAX_SALT} characters, or none")
 
     def _check_lists(self) -> None:
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
@@ -183,7 +190,11 @@ class TokenRequest:
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # 2 to MAX_BAD_WORD_TOKENS ids each
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    priority: int = 0
+    priority: int = 0  # a lower number is more important
+    cache_salt: str | None = None
+    bypass_prefix_cache: bool = False
+    # Of its full pages, the root first (engine/prefix.py); empty: it shares none. The engine's inbox makes them.
+    page_keys: tuple[bytes, ...] = ()
     arrival_s: float = 0.0  # the engine's clock when the front took it in
     text_stop_pending: bool = False  # the front may cancel it on a stop string: nothing for the engine to do yet
 
@@ -194,6 +205,14 @@ class Cancel:
 
     handle: int
     reason: Finish = Finish.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """An operator's word to the engine: empty the prefix cache. It takes its turn among requests and cancels."""
+
+
+type Work = TokenRequest | Cancel | FlushCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,6 +260,9 @@ class EngineStats:
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    prefix_query_tokens_total: int = 0  # of prompts that were looked up in the prefix cache
+    prefix_hit_tokens_total: int = 0  # of those, found there
+    evicted_pages_total: int = 0
     finished_total: dict[str, int] = field(default_factory=dict)
     compilations_after_warmup_total: int = 0
     heartbeat_s: float = 0.0  # the engine's clock at the last finished step or idle wait

@@ -33,6 +33,7 @@ def collect(ledger: Ledger, packed: Packed, out: StepOut) -> None:
             row_Q = collect_repeated(ledger, lane, part, out, np.arange(len(same_Q))[row_Q])
         if len(part.slot_Q[row_Q]):
             collect_tokens(ledger, lane, part, out, row_Q, bool(packed.flags & FLAG_LOGPROBS))
+        collect_pages(ledger, lane, part)
         if lane.slots.leaving:
             ledger.requeue_leaving(lane)
 
@@ -70,6 +71,16 @@ def collect_tokens(
             ledger.finish(sequence, reason, int(token_Q[i]), logprobs=entries.get(i))
 
 
+def collect_pages(ledger: Ledger, lane: Lane, part: PackedLane) -> None:
+    """The pages that a lane's chunks have filled enter its prefix cache, of sequences that are still alive."""
+    for chunk, generation in zip(part.plan.chunks, part.chunk_generations, strict=True):
+        if lane.slots.generation_S[chunk.slot] == generation:
+            lane.slots.written_S[chunk.slot] = chunk.start + chunk.tokens
+            ledger.keep(chunk.sequence)
+            if chunk.is_last:
+                lane.pool.prove(chunk.slot)
+
+
 def collect_repeated(ledger: Ledger, lane: Lane, part: PackedLane, out: StepOut, row_Q: np.ndarray) -> np.ndarray:
     """Take in the tokens that a lane's preempted sequences have sent before; returns the other rows of `row_Q`."""
     slots, outputs, slot_Q = lane.slots, lane.slots.outputs, part.slot_Q[row_Q]
@@ -91,7 +102,7 @@ def answer(ledger: Ledger, sequence: Sequence) -> None:
     handle, events = sequence.request.handle, ledger.events
     sequence.answered = True
     ledger.prompt_tokens += sequence.num_prompt_tokens
-    events.cached_tokens[handle] = 0
+    events.cached_tokens[handle] = sequence.cached_tokens
     events.queue_s[handle] = sequence.queue_s or 0.0
     if sequence.wants_scores:
         events.prompt_logprobs[handle] = join(sequence.scores, sequence.request.prompt_logprobs or 0)

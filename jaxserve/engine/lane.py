@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from jaxserve.batch import Shape
 from jaxserve.engine.pages import PagePool
+from jaxserve.engine.prefix import PrefixCache
 from jaxserve.engine.slots import SlotTable
 
 
 class Lane:
     """Slots and pages. A step runs all lanes, so all pools see every step."""
 
-    def __init__(self, index: int, shape: Shape) -> None:
+    def __init__(self, index: int, shape: Shape, eviction: str | None = None) -> None:
+        """`eviction`: the rule of the prefix cache; None: there is none."""
         self.index = index
         self.slots = SlotTable(shape.num_slots)
-        self.pool = PagePool(shape)
+        prefix = None if eviction is None else PrefixCache(shape.num_pages, shape.page_size_tokens, eviction)
+        self.pool = PagePool(shape, prefix)
 
     def check(self) -> None:
         """Raise AssertionError unless pages and slots add up."""

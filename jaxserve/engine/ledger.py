@@ -7,8 +7,11 @@ from collections import Counter
 import numpy as np
 
 from jaxserve.batch import Shape
+from jaxserve.engine.admission import PIECE_TOKENS
 from jaxserve.engine.events import Events
 from jaxserve.engine.lane import Lane
+from jaxserve.engine.pages import Written
+from jaxserve.engine.prefix import extend_keys, whole_pages
 from jaxserve.engine.sequence import Sequence, WaitingQueue, refusal
 from jaxserve.request import EventBatch, Finish, Logprobs, TokenRequest
 
@@ -20,14 +23,16 @@ class Ledger:
     known when it comes, and with a queue for each lane one could stand idle beside another's queue.
     """
 
-    def __init__(self, shape: Shape, deterministic: bool = False) -> None:
+    def __init__(self, shape: Shape, deterministic: bool = False, eviction: str | None = None) -> None:
+        """`eviction`: the rule of the prefix caches, one a lane; None: there are none."""
         self.shape, self.deterministic = shape, deterministic
-        self.lanes = tuple(Lane(index, shape) for index in range(shape.lanes))
+        self.lanes = tuple(Lane(index, shape, eviction) for index in range(shape.lanes))
         self.waiting = WaitingQueue()
         self.live: dict[int, Sequence] = {}  # by handle
         self.events = Events()
         self.arrivals = 0
         self.preemptions = 0
+        self.prefix_query_tokens = self.prefix_hit_tokens = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -49,11 +54,48 @@ class Ledger:
         if sequence is not None:
             self.finish(sequence, reason)
 
-    def admit(self, sequence: Sequence, lane: Lane, slot: int) -> None:
-        """From the queue into a lane's next free slot."""
+    def admit(self, sequence: Sequence, lane: Lane, slot: int, shared: np.ndarray) -> None:
+        """From the queue into a lane's next free slot; shared: int32 [N], nodes of its prefix cache to begin with."""
         self.waiting.remove(sequence)
         sequence.lane = lane.index
-        lane.slots.fill(slot, sequence)
+        lane.pool.share(slot, shared, sequence.request.priority)
+        cached_tokens = len(shared) * self.shape.page_size_tokens
+        lane.slots.fill(slot, sequence, cached_tokens)
+        if sequence.keys and not sequence.wants_scores and not sequence.preemptions:
+            sequence.cached_tokens = cached_tokens
+            self.prefix_query_tokens += sequence.num_prompt_tokens
+            self.prefix_hit_tokens += cached_tokens
+
+    def keep(self, sequence: Sequence) -> None:
+        """What collected steps have written of a running sequence enters the prefix cache."""
+        if sequence.keys:
+            lane = self.lanes[sequence.lane]
+            lane.pool.enter(sequence.slot, self._written(sequence))
+
+    def _written(self, sequence: Sequence) -> Written:
+        """A sequence's full pages; the token sampled last is in none of them, as no collected step was fed it.
+
+        Of a deterministic engine only those of the prompt: what was decoded would be rounded otherwise as a prompt.
+        """
+        slots, slot, page = self.lanes[sequence.lane].slots, sequence.slot, self.shape.page_size_tokens
+        known, outputs = len(sequence.token_ids), slots.outputs.of(slot)
+        tokens = known + len(outputs) - 1 if len(outputs) else int(slots.written_S[slot])
+        if self.deterministic:
+            pages = whole_pages(min(tokens, known), page, PIECE_TOKENS)
+        else:
+            pages = whole_pages(tokens, page)
+        token_ids = sequence.token_ids
+        if pages * page > known:
+            token_ids = np.concatenate((token_ids, outputs))
+        token_ids = token_ids[: pages * page]
+        if len(sequence.keys) <= pages:
+            sequence.keys += extend_keys(sequence.keys, token_ids, page)
+        return Written(sequence.keys[1 : pages + 1], token_ids, len(outputs) > 0, sequence.request.priority)
+
+    def flush_cache(self) -> None:
+        """Empty the prefix caches; running sequences go on and leave nothing there."""
+        for lane in self.lanes:
+            lane.pool.flush()
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out of its slot; the pages come back once nothing of it is in flight."""
@@ -69,11 +111,13 @@ class Ledger:
     def requeue(self, sequence: Sequence) -> None:
         """Back to its old place in the queue with all tokens collected so far; what is in flight is dropped.
 
+        Its full pages stay in the prefix cache, where it finds them again if nobody needed them.
         A deterministic engine takes it back to its prompt, and repeats what followed.
         """
         lane, slot = self.lanes[sequence.lane], sequence.slot
         outputs = lane.slots.outputs.of(slot).copy()
-        lane.pool.release(slot, int(lane.slots.last_step_S[slot]))
+        written = self._written(sequence) if sequence.keys else None
+        lane.pool.release(slot, int(lane.slots.last_step_S[slot]), written)
         lane.slots.vacate(slot)
         if not self.deterministic:
             sequence.token_ids = np.concatenate((sequence.token_ids, outputs))
@@ -93,6 +137,7 @@ class Ledger:
 
     def requeue_all(self, void_step: int) -> None:
         """Nothing on the device is trusted any more, and no step up to `void_step` will write again."""
+        self.flush_cache()
         for lane in self.lanes:
             lane.pool.step_collected(void_step)
             for sequence in lane.slots.sequences:
@@ -110,7 +155,10 @@ class Ledger:
         """Every end goes through here: free the pages and the slot, or the place in the queue, and emit the reason."""
         if sequence.slot >= 0:
             lane = self.lanes[sequence.lane]
-            lane.pool.release(sequence.slot, int(lane.slots.last_step_S[sequence.slot]))
+            written = self._written(sequence) if sequence.keys and reason is not Finish.ERROR else None
+            if reason is Finish.ERROR:
+                lane.pool.distrust(sequence.slot)
+            lane.pool.release(sequence.slot, int(lane.slots.last_step_S[sequence.slot]), written)
             lane.slots.vacate(sequence.slot)
         else:
             self.waiting.remove(sequence)

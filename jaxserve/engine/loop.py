@@ -13,21 +13,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from jaxserve.batch import Batch, Install, Program, Shape, StepOut
-from jaxserve.config import RuntimeConfig, ScheduleConfig
+from jaxserve.config import CacheConfig, RuntimeConfig, ScheduleConfig
+from jaxserve.engine.admission import Limits
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.collect import collect
-from jaxserve.engine.inbox import Inbox, Work
+from jaxserve.engine.inbox import Inbox, PromptKeys
 from jaxserve.engine.ledger import Ledger
 from jaxserve.engine.meter import Meter
 from jaxserve.engine.pack import Packed, Packer
-from jaxserve.engine.schedule import Limits, View, schedule
+from jaxserve.engine.schedule import View, schedule
 from jaxserve.errors import EngineUnavailable, shorten
-from jaxserve.request import Cancel, EngineStats, EventBatch, Finish
+from jaxserve.request import Cancel, EngineStats, EventBatch, Finish, FlushCache, TokenRequest, Work
 
 IDLE_WAIT_S = 0.2  # an idle loop beats its heart and looks at the stop event this often
 
@@ -82,10 +83,15 @@ class Engine:
         runner: Runner,
         emit: Callable[[EventBatch], None],
         clock: Callable[[], float] = time.monotonic,
+        cache: CacheConfig | None = None,
     ) -> None:
-        """`emit` gets one EventBatch a step, from the loop's thread, and must not block. `clock` counts seconds."""
+        """`emit` gets one EventBatch a step, from the loop's thread, and must not block. `clock` counts seconds.
+
+        `cache` says whether there is a prefix cache, and what it evicts first; None: there is none.
+        """
         assert shape.num_slots == schedule.max_num_seqs, (shape, schedule)
-        self.ledger = Ledger(shape, runtime.deterministic)
+        eviction = cache.prefix_cache_eviction if cache is not None and cache.prefix_cache else None
+        self.ledger = Ledger(shape, runtime.deterministic, eviction)
         self.step_count = 0
         buckets = Buckets.from_config(runtime, schedule)
         self._limits = Limits(
@@ -98,7 +104,7 @@ class Engine:
         )
         self._packer = Packer(shape, buckets.all())
         self._runner, self._emit, self._clock = runner, emit, clock
-        self._inbox = Inbox()
+        self._inbox = Inbox(None if eviction is None else PromptKeys(self._limits, shape))
         self._in_flight: InFlight | None = None
         self._last_was_scored = self._last_had_prompts = False
         self._last_mixed_tokens = 0
@@ -107,8 +113,8 @@ class Engine:
 
     # Any thread
 
-    def submit(self, items: list[Work]) -> None:
-        """Hand over requests and cancels, in order. Raises EngineUnavailable once the engine has ended."""
+    def submit(self, items: Sequence[Work]) -> None:
+        """Hand over work, in order. Raises EngineUnavailable once the engine has ended."""
         self._inbox.put(items)
 
     def drain(self) -> None:
@@ -130,6 +136,9 @@ class Engine:
             prompt_tokens_total=ledger.prompt_tokens,
             generation_tokens_total=ledger.generation_tokens,
             preemptions_total=ledger.preemptions,
+            prefix_query_tokens_total=ledger.prefix_query_tokens,
+            prefix_hit_tokens_total=ledger.prefix_hit_tokens,
+            evicted_pages_total=sum(pool.prefix.evicted_pages for pool in pools if pool.prefix is not None),
             finished_total=dict(ledger.finished),
             heartbeat_s=self._meter.heartbeat_s,
             host_us_per_step=self._meter.host_us,
@@ -183,6 +192,8 @@ class Engine:
         for item in self._inbox.take():
             if isinstance(item, Cancel):
                 self.ledger.cancel(item.handle, item.reason)
+            elif isinstance(item, FlushCache):
+                self.ledger.flush_cache()
             else:
                 self.ledger.submit(item, "the engine is draining and takes no new requests" if self._draining else None)
 
@@ -249,7 +260,7 @@ class Engine:
     def _end(self, reason: str) -> None:
         """Refuse new work and give everyone a last row, those in the inbox included."""
         for item in self._inbox.close(reason):
-            if not isinstance(item, Cancel):
+            if isinstance(item, TokenRequest):
                 self.ledger.submit(item, reason)
         self.ledger.finish_all(Finish.ERROR, reason)
         self._in_flight = None

@@ -92,12 +92,13 @@ class Packer:
 
 def seat(plan: Plan, ledger: Ledger) -> list[Install]:
     """Who takes a slot and who leaves one; returns what the device must know of the former."""
-    admitted = []
+    admitted, installs = [], []
     for lane, part in zip(ledger.lanes, plan.lanes, strict=True):
         for chunk in part.chunks:
             if chunk.is_first:
-                ledger.admit(chunk.sequence, lane, chunk.slot)
+                ledger.admit(chunk.sequence, lane, chunk.slot, chunk.shared)
                 admitted.append(chunk.sequence)
+                installs.append(make_install(chunk.sequence, chunk.shared))
         for slot in part.rows.preempt:
             ledger.preempt(lane.slots.tenant(slot))
     for index, part in enumerate(plan.lanes):
@@ -105,7 +106,7 @@ def seat(plan: Plan, ledger: Ledger) -> list[Install]:
             waiting.passed += sum(waiting.arrival < sequence.arrival for sequence in admitted)
             if waiting.is_barrier:
                 waiting.lane = index  # or pages would be kept for it now here, now there, and nowhere enough
-    return [make_install(sequence) for sequence in admitted]
+    return installs
 
 
 def pack_lane(bucket: Bucket, plan: LanePlan, lane: Lane, views: dict[str, np.ndarray], step: int) -> PackedLane:

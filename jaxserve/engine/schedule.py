@@ -6,10 +6,11 @@ Rules, in order; a lane is a rank of data parallelism with slots and pages of it
 2. Prompts fill the rest of a lane's token budget in chunks, at most one a sequence and `max_chunks` in all. Half of it
    goes to the oldest prompt first, the other half to the shortest remainder first: a long prompt always advances, and
    a short one never waits for its end.
-3. A waiting sequence is admitted with its first chunk, if pages for its whole prompt are free beside what admitted
-   prompts still need and some headroom for decoding, in the lane that has the most of them: lanes stay balanced by
-   tokens. Smaller ones may pass one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane; nobody
-   passes one that was preempted in its lane, to which it returns.
+3. A waiting sequence is admitted with its first chunk, if pages for its whole prompt are available beside what admitted
+   prompts still need and some headroom for decoding, in the lane that has the most left then: lanes stay balanced by
+   tokens. Pages of the prefix cache that hold the start of its prompt are shared, and only the rest is computed, at
+   least one token. Smaller ones may pass one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane;
+   nobody passes one that was preempted in its lane, to which it returns.
 4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work. A lane that has
    none runs other prompts in a scored step, as far as they go into its bucket.
 5. All lanes run one program in the smallest bucket that takes each of them.
@@ -19,47 +20,22 @@ whatever else runs, and stand in its prompt's chunks where it always does, so:
 - decode rows and prompts never share a step but take turns, and rule 4 puts no prompt into the others' scored steps;
 - all chunks of a prompt go through mixed steps of one size, that of its whole length, with prompts of that size only;
   sizes take turns, too: the oldest prompt's and that of the shortest remainder;
-- chunks end at multiples of `piece_tokens` of their prompt, or with it.
+- chunks end at multiples of `piece_tokens` of their prompt, or with it, and what is shared ends at multiples of
+  PIECE_TOKENS; whose steps have another size shares nothing (`inbox.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import numpy as np
 
 from jaxserve.batch import Bucket, Program
+from jaxserve.engine.admission import Candidate, DecodeRows, Limits, Prompts, find_prompts, pages_taken
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.lane import Lane
-from jaxserve.engine.pages import pages_for
+from jaxserve.engine.pages import NO_PAGES, Reclaim, pages_for
 from jaxserve.engine.sequence import Sequence, WaitingQueue
-
-SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
-PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
-HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a lane's part of a step."""
-
-    budget_tokens: int
-    max_chunks: int
-    page_size_tokens: int
-    num_pages: int
-    buckets: Buckets
-    deterministic: bool = False
-
-    def piece_tokens(self, budget_tokens: int) -> int:
-        """See above: a power of two of which the oldest prompt's share of a step's budget always holds one."""
-        if not self.deterministic:
-            return 1
-        return min(PIECE_TOKENS, 1 << (max(1, budget_tokens // 2).bit_length() - 1))
-
-    def step_tokens(self, sequence: Sequence) -> int:
-        """Size of the mixed steps that a deterministic engine runs a prompt in."""
-        return self.buckets.choose(Program.MIXED, min(len(sequence.token_ids), self.budget_tokens)).rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +50,7 @@ class View:
     last_mixed_tokens: int = 0  # size of the last mixed step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """Part of a prompt: `tokens` of its sequence from `start`, for which the slot gets `pages` more pages."""
 
@@ -85,21 +61,7 @@ class Chunk:
     pages: int
     is_first: bool  # the sequence takes the slot now
     is_last: bool  # its last token is sampled
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
-    """The decode part of a lane's plan, and the pages left for prompts."""
-
-    slot_D: np.ndarray  # int [D]
-    growing_N: np.ndarray  # those of them that get a page
-    preempt: tuple[int, ...]  # slots
-    free_pages: int
-
-    def held_back(self, keep_pages: bool = False) -> DecodeRows:
-        """No row this time, and the pages that they would have grown into are left, or kept for the next step."""
-        nobody = self.slot_D[:0]
-        return DecodeRows(nobody, nobody, self.preempt, self.free_pages + (0 if keep_pages else len(self.growing_N)))
+    shared: np.ndarray = field(default_factory=NO_PAGES.copy)  # int32, with the first: nodes that it begins with
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,35 +86,6 @@ class Plan:
     lanes: list[LanePlan]
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A prompt that could take a chunk."""
-
-    sequence: Sequence
-    slot: int  # -1: it would be admitted
-    start: int
-    remaining: int  # tokens
-    owned: int  # pages
-    tokens: int = 0  # given so far
-
-    def most_tokens(self, room_tokens: int, piece_tokens: int) -> int:
-        """Of its prompt, what a chunk may hold that has so much room."""
-        if room_tokens >= self.remaining:
-            return self.remaining
-        return max(0, (self.start + room_tokens) // piece_tokens * piece_tokens - self.start)
-
-
-@dataclass(slots=True, eq=False)
-class Prompts:
-    """A lane's prompts, and what it has left for waiting ones."""
-
-    candidates: list[Candidate]
-    spare_pages: int
-    free_slots: int
-    has_barrier: bool = False  # one of the candidates, which no later arrival may pass
-    passed: list[Sequence] = field(default_factory=list)
-
-
 def schedule(view: View) -> Plan:
     """Decide the next step."""
     rows = [decode_rows(view.limits, lane) for lane in view.lanes]
@@ -161,7 +94,7 @@ def schedule(view: View) -> Plan:
         return decode_alone(view, [LanePlan(part) for part in rows])
     for lane, part in zip(view.lanes, rows, strict=True):
         if lane.slots.prefilling or (is_waiting and lane.slots.free and part.free_pages):
-            return with_prompts(view, rows, find_prompts(view, rows))
+            return with_prompts(view, rows, find_prompts(view.limits, view.lanes, view.waiting, rows))
     return decode_alone(view, [LanePlan(part) for part in rows])
 
 
@@ -176,11 +109,11 @@ def decode_rows(limits: Limits, lane: Lane) -> DecodeRows:
     slots, pool = lane.slots, lane.pool
     ready_D = slots.decoding_S.nonzero()[0]
     growing_N = ready_D[slots.computed_S[ready_D] >= pool.owned_S[ready_D] * limits.page_size_tokens]
-    if len(growing_N) <= pool.free_pages:
-        return DecodeRows(ready_D, growing_N, (), pool.free_pages - len(growing_N))
+    if len(growing_N) <= pool.available_pages:
+        return DecodeRows(ready_D, growing_N, (), pool.available_pages - len(growing_N))
     victims = choose_victims(lane, set(growing_N.tolist()))
     at_once = [slot for slot in victims if slots.last_step_S[slot] <= pool.collected_step]
-    free_pages = pool.free_pages + int(pool.owned_S[at_once].sum())
+    free_pages = Reclaim(pool, with_limbo=False).give_up(at_once)
     hungry = sorted(set(growing_N.tolist()).difference(victims), key=lambda slot: slots.tenant(slot).arrival)
     fed, starved = hungry[:free_pages], hungry[free_pages:]
     rows = sorted(set(ready_D.tolist()).difference(victims, starved))
@@ -193,7 +126,8 @@ def choose_victims(lane: Lane, hungry: set[int]) -> list[int]:
     The oldest sequence is never among them: alone it fits, so whoever else holds pages is enough.
     """
     slots, pool = lane.slots, lane.pool
-    shortage_pages = len(hungry) - pool.free_pages - pool.limbo_pages
+    coming = Reclaim(pool, with_limbo=True)
+    wanted_pages = len(hungry)
     running = []
     for slot, sequence in enumerate(slots.sequences):
         if sequence is None:
@@ -201,67 +135,16 @@ def choose_victims(lane: Lane, hungry: set[int]) -> list[int]:
         if slots.decoding_S[slot] or slot in slots.prefilling:
             running.append(slot)
         else:  # ending or leaving: it gives its pages back at the next collect
-            shortage_pages -= int(pool.owned_S[slot])
+            coming.give_up((slot,))
     victims = []
     for slot in sorted(running, key=lambda slot: -slots.tenant(slot).arrival):
-        if shortage_pages <= 0:
+        if wanted_pages <= coming.pages:
             break
         if pool.owned_S[slot]:
             victims.append(slot)
-            shortage_pages -= int(pool.owned_S[slot]) + (slot in hungry)
+            coming.give_up((slot,))
+            wanted_pages -= slot in hungry
     return victims
-
-
-def find_prompts(view: View, rows: list[DecodeRows]) -> list[Prompts]:
-    """By lane: admitted prompts and the waiting ones that fit (rule 3), by arrival."""
-    prompts = [admitted_prompts(view.limits, lane, part) for lane, part in zip(view.lanes, rows, strict=True)]
-    for sequence in islice(view.waiting, SCANNED_SEQUENCES * len(prompts)):
-        if not offer(sequence, view.limits, prompts):
-            break
-    for part in prompts:
-        part.candidates.sort(key=lambda candidate: candidate.sequence.arrival)
-    return prompts
-
-
-def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
-    """The prompts of a lane that have their slots, and what it can still admit."""
-    slots, pool = lane.slots, lane.pool
-    candidates = []
-    promised_pages = 0
-    for slot, sequence in slots.prefilling.items():
-        if slot in rows.preempt:
-            continue
-        start, owned = int(slots.computed_S[slot]), int(pool.owned_S[slot])
-        promised_pages += pages_for(len(sequence.token_ids), limits.page_size_tokens) - owned
-        candidates.append(Candidate(sequence, slot, start, len(sequence.token_ids) - start, owned))
-    headroom_pages = min(len(rows.slot_D), max(1, limits.num_pages // HEADROOM_PART))
-    return Prompts(candidates, rows.free_pages - promised_pages - headroom_pages, len(slots.free))
-
-
-def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
-    """Rule 3 for one waiting sequence, those before it have had theirs; False if nobody behind it may be admitted."""
-    is_barrier, is_bound = sequence.is_barrier, sequence.lane >= 0
-    best = None
-    for part in (prompts[sequence.lane],) if is_bound else prompts:
-        takes = part.free_slots and (is_barrier or not part.has_barrier)
-        if takes and (best is None or part.spare_pages > best.spare_pages):
-            best = part
-    if best is None:
-        return is_bound and any(part.free_slots for part in prompts)
-    tokens = len(sequence.token_ids)
-    fed_tokens = tokens + len(sequence.to_repeat)
-    need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
-    if need_pages <= best.spare_pages:
-        best.candidates.append(Candidate(sequence, -1, 0, tokens, 0))
-        best.spare_pages -= need_pages
-        best.free_slots -= 1
-        best.has_barrier |= is_barrier
-        return True
-    best.passed.append(sequence)
-    if not is_barrier:
-        return True
-    best.free_slots = 0  # all that comes free is kept for it
-    return any(part.free_slots for part in prompts)
 
 
 def with_prompts(view: View, rows: list[DecodeRows], prompts: list[Prompts]) -> Plan:
@@ -294,10 +177,10 @@ def mixed_sizes(view: View, prompts: list[Prompts]) -> list[int]:
         return [0]
     plain = [candidate for part in prompts for candidate in part.candidates if not candidate.sequence.wants_scores]
     plain.sort(key=lambda candidate: candidate.sequence.arrival)
-    sizes = [limits.step_tokens(candidate.sequence) for candidate in plain]
+    sizes = [limits.step_tokens(len(candidate.sequence.token_ids)) for candidate in plain]
     if sizes and sizes[0] == view.last_mixed_tokens:
         shortest = min(plain, key=lambda candidate: candidate.remaining)
-        sizes.insert(0, limits.step_tokens(shortest.sequence))
+        sizes.insert(0, limits.step_tokens(len(shortest.sequence.token_ids)))
     return [*dict.fromkeys(sizes)]
 
 
@@ -327,7 +210,9 @@ def lane_plan(
     if limits.deterministic:
         use_rows = rows.held_back(keep_pages=True)
     if step_tokens:
-        candidates = [candidate for candidate in plain if limits.step_tokens(candidate.sequence) == step_tokens]
+        candidates = [
+            candidate for candidate in plain if limits.step_tokens(len(candidate.sequence.token_ids)) == step_tokens
+        ]
         budget_tokens = min(budget_tokens, step_tokens)
     if scored:
         has_scored = len(plain) < len(prompts.candidates)
@@ -338,7 +223,7 @@ def lane_plan(
             use_rows = rows.held_back()
     piece_tokens = limits.piece_tokens(budget_tokens)
     share_budget(candidates, budget_tokens - len(use_rows.slot_D), limits.max_chunks, piece_tokens)
-    chunks = cut_chunks(limits, lane, candidates, use_rows.free_pages, piece_tokens)
+    chunks = cut_chunks(limits, lane, candidates, use_rows.free_pages, piece_tokens, prompts.is_reclaiming)
     return LanePlan(use_rows, chunks, tuple(prompts.passed))
 
 
@@ -364,21 +249,28 @@ def share_budget(candidates: list[Candidate], budget_tokens: int, max_chunks: in
 
 
 def cut_chunks(
-    limits: Limits, lane: Lane, candidates: list[Candidate], free_pages: int, piece_tokens: int = 1
+    limits: Limits,
+    lane: Lane,
+    candidates: list[Candidate],
+    free_pages: int,
+    piece_tokens: int = 1,
+    is_reclaiming: bool = False,
 ) -> tuple[Chunk, ...]:
     """Chunks for which there are pages, older prompts first; the next free slots for those who have none."""
     page_size_tokens = limits.page_size_tokens
     free_slots = iter(reversed(lane.slots.free))
     chunks = []
     for candidate in candidates:
-        room_tokens = (candidate.owned + free_pages) * page_size_tokens - candidate.start
+        taken = pages_taken(lane.pool, candidate.shared, is_reclaiming)
+        room_tokens = (candidate.owned + free_pages - taken) * page_size_tokens - candidate.start
         tokens = candidate.most_tokens(min(candidate.tokens, room_tokens), piece_tokens)
         if tokens <= 0:
             continue
         pages = max(0, pages_for(candidate.start + tokens, page_size_tokens) - candidate.owned)
-        free_pages -= pages
+        free_pages -= pages + taken
         is_first = candidate.slot < 0
         slot = next(free_slots) if is_first else candidate.slot
         is_last = candidate.start + tokens == len(candidate.sequence.token_ids)
-        chunks.append(Chunk(candidate.sequence, slot, candidate.start, tokens, pages, is_first, is_last))
+        about = (candidate.start, tokens, pages, is_first, is_last, candidate.shared)
+        chunks.append(Chunk(candidate.sequence, slot, *about))
     return tuple(chunks)

@@ -36,6 +36,8 @@ class Sequence:
     slot: int = -1  # of its lane; -1: waiting
     passed: int = 0  # later arrivals admitted while it did not fit
     preemptions: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of its full pages, the root first; empty: it shares none
+    cached_tokens: int = 0  # of its prompt, found in the prefix cache when it was first admitted
     queue_s: float | None = None  # None: never scheduled
     answered: bool = False  # its first row has been emitted
     scores: list[Logprobs] = field(default_factory=list)  # of the prompt, a part a chunk
@@ -47,7 +49,8 @@ class Sequence:
     def of(cls, request: TokenRequest, arrival: int) -> Sequence:
         """A newcomer."""
         token_ids = np.ascontiguousarray(request.prompt_token_ids, dtype=np.int32)
-        return cls(request, arrival, token_ids, request.prompt_logprobs is not None)
+        wants_scores = request.prompt_logprobs is not None
+        return cls(request, arrival, token_ids, wants_scores, keys=[*request.page_keys])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,8 +115,11 @@ def step_flags(request: TokenRequest) -> int:
     )
 
 
-def make_install(sequence: Sequence) -> Install:
-    """What the device must know before the first step of a sequence in the slot that it has just taken."""
+def make_install(sequence: Sequence, shared: np.ndarray) -> Install:
+    """What the device must know before the first step of a sequence in the slot that it has just taken.
+
+    shared: int32 [N], the pages that it begins with.
+    """
     request = sequence.request
     return Install(
         slot=sequence.slot,
@@ -134,6 +140,7 @@ def make_install(sequence: Sequence) -> Install:
         banned_token_ids=request.banned_token_ids,
         bad_sequences=request.bad_sequences,
         lane=sequence.lane,
+        page_ids=shared,
     )
 
 

@@ -78,6 +78,7 @@ class SlotTable:
         self.handle_S = np.zeros(num_slots, np.int64)
         self.known_S = np.zeros(num_slots, np.int32)  # tokens to prefill: those known when the slot was filled
         self.computed_S = np.zeros(num_slots, np.int32)
+        self.written_S = np.zeros(num_slots, np.int32)  # of the known tokens, those that collected steps have written
         self.limit_S = np.zeros(num_slots, np.int32)  # tokens, outputs included, at which it is full
         self.last_step_S = np.zeros(num_slots, np.int64)  # the last dispatched step it was part of
         self.flag_S = np.zeros(num_slots, np.int32)  # FLAG_* bits
@@ -96,8 +97,8 @@ class SlotTable:
         assert sequence is not None, slot
         return sequence
 
-    def fill(self, slot: int, sequence: Sequence) -> None:
-        """A sequence takes the next free slot, nothing of it computed."""
+    def fill(self, slot: int, sequence: Sequence, cached_tokens: int = 0) -> None:
+        """A sequence takes the next free slot, nothing of it computed but what it shares."""
         request = sequence.request
         assert self.free.pop() == slot, slot
         self.sequences[slot] = sequence
@@ -105,7 +106,7 @@ class SlotTable:
         sequence.slot = slot
         self.handle_S[slot] = request.handle
         self.known_S[slot] = len(sequence.token_ids)
-        self.computed_S[slot] = 0
+        self.computed_S[slot] = self.written_S[slot] = cached_tokens
         self.limit_S[slot] = sequence.limit_tokens
         self.last_step_S[slot] = 0
         self.outputs.sent_S[slot] = len(sequence.to_repeat)

@@ -1,4 +1,4 @@
-"""The programs of an engine, ready to be lowered: every bucket's step and the two that fill slots, with placements."""
+"""The programs of an engine, ready to be lowered: every bucket's step and those that fill slots, with placements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from jax.sharding import Mesh
 from jaxserve.batch import Bucket, Layout, Program
 from jaxserve.mesh import sharding
 from jaxserve.models.decoder import SplitDecoder
-from jaxserve.runtime.state import INSTALL_ROWS, PLAIN_WORDS, State, install_plain, install_wide, wide_row_shapes
+from jaxserve.runtime.state import (
+    INSTALL_ROWS,
+    PLAIN_WORDS,
+    State,
+    install_plain,
+    install_table,
+    install_wide,
+    wide_row_shapes,
+)
 from jaxserve.runtime.step import BY_LANE, StepOptions, make_step, on_mesh, specs_of
 
 
@@ -82,19 +90,25 @@ def lower_steps(
 
 
 def lower_installs(shapes: State, lanes: int, vocab_rows: int, mesh: Mesh) -> dict[str, Lowering]:
-    """The two programs that fill slots."""
+    """The programs that fill slots: parameters, wide rows of them, and block tables of those that share pages."""
     everywhere, by_lane = sharding(mesh), sharding(mesh, "data")
     rows = jax.ShapeDtypeStruct((lanes, INSTALL_ROWS, PLAIN_WORDS), jnp.int32, sharding=by_lane)
     wide = jax.tree.map(lambda leaf: replace_sharding(leaf, everywhere), wide_row_shapes(lanes, vocab_rows))
     wide = replace(wide, slot_Z=replace_sharding(wide.slot_Z, by_lane))
-    places = jax.tree.map(lambda leaf: leaf.sharding, shapes.slots)
+    words = 1 + shapes.table_SM.shape[1]
+    tables = jax.ShapeDtypeStruct((lanes, INSTALL_ROWS, words), jnp.int32, sharding=by_lane)
 
-    def lowering(function: Callable, argument: Any) -> Lowering:
-        specs = specs_of(shapes.slots)
+    def lowering(function: Callable, changed: Any, argument: Any) -> Lowering:
+        specs = specs_of(changed)
         mapped = on_mesh(function, mesh, in_specs=(specs, specs_of(argument)), out_specs=specs)
-        return Lowering(mapped, (shapes.slots, argument), donated=0, places=places)
+        places = jax.tree.map(lambda leaf: leaf.sharding, changed)
+        return Lowering(mapped, (changed, argument), donated=0, places=places)
 
-    return {"install_plain": lowering(install_plain, rows), "install_wide": lowering(install_wide, wide)}
+    return {
+        "install_plain": lowering(install_plain, shapes.slots, rows),
+        "install_wide": lowering(install_wide, shapes.slots, wide),
+        "install_table": lowering(install_table, shapes.table_SM, tables),
+    }
 
 
 def replace_sharding(leaf: jax.ShapeDtypeStruct, place: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

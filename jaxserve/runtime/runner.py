@@ -27,6 +27,7 @@ from jaxserve.runtime.state import (
     plain_rows,
     row_flags,
     scratch_row,
+    table_rows,
     wide_row,
 )
 from jaxserve.runtime.step import Out, StepOptions
@@ -38,12 +39,13 @@ GPU_WARM_ROUNDS = 3  # XLA records a command buffer on an executable's second ru
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Programs:
-    """Everything compiled: the steps by bucket, their plain forms (a GPU's only), and the two that install slots."""
+    """Everything compiled: the steps by bucket, their plain forms (a GPU's only), and those that install slots."""
 
     steps: dict[Bucket, jax.stages.Compiled]
     plain: dict[Bucket, jax.stages.Compiled]
     install_plain: jax.stages.Compiled
     install_wide: jax.stages.Compiled
+    install_table: jax.stages.Compiled
 
 
 class Pending:
@@ -120,6 +122,9 @@ class StepRunner:
         for install in installs:
             if row_flags(install):
                 self._install_wide(wide_row(install, self.shape, self.vocab_rows))
+        sharing = [install for install in installs if len(install.page_ids)]
+        for first in range(0, len(sharing), INSTALL_ROWS):
+            self._install_table(table_rows(sharing[first : first + INSTALL_ROWS], self.shape))
 
     def dispatch(self, batch: Batch) -> Pending:
         """Start a step and return at once."""
@@ -157,6 +162,7 @@ class StepRunner:
         for _ in range(1 if on_cpu else GPU_WARM_ROUNDS):
             self._install_plain(plain_rows([], self.shape))
             self._install_wide(scratch_row(self.shape, self.vocab_rows))
+            self._install_table(table_rows([], self.shape))
             for bucket in self.programs.steps:
                 for flags in (0, FLAG_LOGPROBS):  # the plain form, where there is one, and the full one
                     vector = Layout(bucket, self.shape).empty()
@@ -188,6 +194,10 @@ class StepRunner:
         placed = jax.tree.map(lambda array: jax.device_put(array, self.replicated), row)
         placed = dataclasses.replace(placed, slot_Z=jax.device_put(row.slot_Z, self.by_lane))
         self._set_slots(self.programs.install_wide(self.state.slots, placed))
+
+    def _install_table(self, rows_ZIW: np.ndarray) -> None:
+        table_SM = self.programs.install_table(self.state.table_SM, jax.device_put(rows_ZIW, self.by_lane))
+        self.state = dataclasses.replace(self.state, table_SM=table_SM)
 
     def _set_slots(self, slots: SlotTables) -> None:
         self.state = dataclasses.replace(self.state, slots=slots)

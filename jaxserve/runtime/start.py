@@ -236,7 +236,8 @@ def compile_plan(order: Order, plan: Plan, workers: ExitStack, progress: Progres
     log_pool(order, plan)
     steps = {bucket: programs[name_of(bucket)] for bucket in order.buckets}
     plain = {bucket: programs[name] for bucket in order.buckets if (name := name_of(bucket, True)) in programs}
-    return plan, Programs(steps, plain, programs["install_plain"], programs["install_wide"]), loaded
+    installs = [programs[name] for name in ("install_plain", "install_wide", "install_table")]
+    return plan, Programs(steps, plain, *installs), loaded
 
 
 def check_workspace(order: Order, plan: Plan, program: jax.stages.Compiled) -> None:
@@ -268,7 +269,8 @@ def open_programs(order: Order) -> Shelf:
     config, folder = order.config, compile_cache_folder(order.config)
     shelf = open_shelf(folder / "programs" if folder else None, list(order.mesh.devices.flat))
     runtime = replace(config.runtime, compile_cache_dir=None, lower_processes=None)  # the same programs
-    sizes = (config.model.dtype, config.model.max_model_len, config.cache, config.schedule, runtime, order.vocab_size)
+    cache = replace(config.cache, prefix_cache=True, prefix_cache_eviction="lru")  # no matter of the programs
+    sizes = (config.model.dtype, config.model.max_model_len, cache, config.schedule, runtime, order.vocab_size)
     return shelf.about(order.spec, sizes, placed_shapes(order.split.leaves))
 
 

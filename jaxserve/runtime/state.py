@@ -154,6 +154,24 @@ def plain_rows(installs: list[Install], shape: Shape) -> np.ndarray:
     return rows_ZIW
 
 
+def table_rows(installs: list[Install], shape: Shape) -> np.ndarray:
+    """The first pages of up to INSTALL_ROWS slots, int32 [lanes, INSTALL_ROWS, 1 + M]: the slot, then its table's row.
+
+    Entries behind those pages are 0: the steps that write there set them first. Unused rows go to the scratch slot.
+    """
+    rows_ZIW = np.zeros((shape.lanes, INSTALL_ROWS, 1 + shape.max_pages_per_seq), np.int32)
+    rows_ZIW[:, :, 0] = shape.num_slots
+    for index, install in enumerate(installs):
+        rows_ZIW[install.lane, index, 0] = install.slot
+        rows_ZIW[install.lane, index, 1 : 1 + len(install.page_ids)] = install.page_ids
+    return rows_ZIW
+
+
+def install_table(table_SM: jax.Array, rows_ZIW: jax.Array) -> jax.Array:
+    """Write the block tables of up to INSTALL_ROWS slots of this lane (see `table_rows`; Z is 1)."""
+    return table_SM.at[rows_ZIW[0, :, 0]].set(rows_ZIW[0, :, 1:])
+
+
 def install_plain(slots: SlotTables, rows_ZIW: jax.Array) -> SlotTables:
     """Write the narrow columns of up to INSTALL_ROWS slots of this lane (see `plain_rows`; Z is 1)."""
     row_IW = rows_ZIW[0]

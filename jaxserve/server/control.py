@@ -74,6 +74,9 @@ class ControlService:
             preemptions_total=stats.preemptions_total,
             step_count=stats.step_count,
             compilations_after_warmup_total=stats.compilations_after_warmup_total,
+            prefix_query_tokens_total=stats.prefix_query_tokens_total,
+            prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
+            evicted_pages_total=stats.evicted_pages_total,
         )
 
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
@@ -81,6 +84,11 @@ class ControlService:
         if not request.request_id:
             raise InvalidRequest("request_id", "", "the id of a live request")
         return pb.AbortResponse(aborted=self._hub.front.cancel(request.request_id))
+
+    async def FlushCache(self, request: pb.FlushCacheRequest) -> pb.FlushCacheResponse:
+        """Empty the prefix cache, between two requests."""
+        self._hub.flush_cache()
+        return pb.FlushCacheResponse()
 
     async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
         """Take nothing new; answer when the live requests are done, or the timeout has passed."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxserve.errors import EngineUnavailable, QueueFull
-from jaxserve.request import EngineStats
+from jaxserve.request import EngineStats, FlushCache, Work
 from jaxserve.server.health import Pulse
-from jaxserve.server.link import Busy, EngineFacts, Failed, FromEngine, News, Progress, Ready, Work
+from jaxserve.server.link import Busy, EngineFacts, Failed, FromEngine, News, Progress, Ready
 from jaxserve.server.metrics import Metrics
 from jaxserve.server.outbox import Outbox
 from jaxserve.text.chat import ChatTemplate
@@ -56,6 +56,7 @@ class Hub:
     ) -> None:
         """`submit` sends work to the engine, whose clock is `clock_s` too: the host's monotonic one."""
         self.text = text
+        self._submit = submit
         self.front = Front(text.tokenizer, submit, clock_s, metrics.observe)
         self.phase, self.phase_text, self.exit_code = Phase.STARTING, "the engine's process starts", 0
         self.facts: EngineFacts | None = None
@@ -120,6 +121,12 @@ class Hub:
         request_id = self.front.submit(prepared, outbox.put, request_id, arrival_s)
         self._pulse.work(True, self._clock_s())
         return request_id
+
+    def flush_cache(self) -> None:
+        """Tell the engine to empty its prefix cache. Raises EngineUnavailable while there is none."""
+        if self.facts is None or self.phase is Phase.FAILED:
+            raise EngineUnavailable(self.why_not_serving())
+        self._submit([FlushCache()])
 
     async def drained(self, timeout_s: float) -> bool:
         """Take nothing new and wait until the open streams are done; False where the timeout came first."""

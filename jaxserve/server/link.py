@@ -25,15 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import JaxserveError
-from jaxserve.request import MAX_LOGPROBS, Cancel, EngineStats, EventBatch, TokenRequest
+from jaxserve.request import MAX_LOGPROBS, EngineStats, EventBatch, Work
 
 logger = logging.getLogger(__name__)
 
 HEADER = struct.Struct("<Q")
 STATS_PERIOD_S = 1.0
 CONNECT_TIMEOUT_S = 30.0
-
-type Work = TokenRequest | Cancel
 
 
 @dataclass(frozen=True, slots=True)

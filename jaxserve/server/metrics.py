@@ -96,8 +96,11 @@ class Metrics:
 
 
 COUNTERS = (
-    ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens_total"),
+    ("prompt_tokens", "Prompt tokens, those found in the prefix cache too.", "prompt_tokens_total"),
     ("generation_tokens", "Tokens generated.", "generation_tokens_total"),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_query_tokens_total"),
+    ("prefix_cache_hits", "Of those, the ones found there.", "prefix_hit_tokens_total"),
+    ("prefix_cache_evictions", "Pages that left the prefix cache for others.", "evicted_pages_total"),
     ("num_preemptions", "Sequences that lost their pages to others.", "preemptions_total"),
     (
         "compilations_after_warmup",

@@ -16,11 +16,12 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxserve.config import ServerConfig
 from jaxserve.errors import ConfigError
+from jaxserve.request import Work
 from jaxserve.server.control import ControlService
 from jaxserve.server.handlers import handlers
 from jaxserve.server.health import SERVICES, HealthService, Pulse
 from jaxserve.server.hub import Hub, Phase, TextParts
-from jaxserve.server.link import FrontSide, Ready, Work
+from jaxserve.server.link import FrontSide, Ready
 from jaxserve.server.metrics import METRICS_HOST, Metrics, MetricsEndpoint
 from jaxserve.server.service import InferenceService
 from jaxserve.v1 import control_pb2, inference_pb2

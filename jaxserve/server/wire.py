@@ -34,6 +34,8 @@ SCALARS = (
     "prompt_logprobs",
     "skip_special_tokens",
     "detokenize",
+    "cache_salt",
+    "bypass_prefix_cache",
 )
 
 FINISH_CODES = {code.text: cast(pb.FinishReason, int(code)) for code in Finish}  # the same numbers

@@ -136,6 +136,8 @@ def numbers_of(params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": float(params.frequency_penalty),
         "logprobs": params.logprobs,
         "prompt_logprobs": params.prompt_logprobs,
+        "cache_salt": params.cache_salt,
+        "bypass_prefix_cache": bool(params.bypass_prefix_cache),
     }
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jaxserve/v1/control.proto\x12\x0bjaxserve.v1\"\x15\n\x13GetModelInfoRequest\"\xbc\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xcc\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.jaxserve.v1.ServerState\x12\x12\n\nstate_text\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x10\n\x08platform\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_kind\x18\x06 \x01(\t\x12\x13\n\x0bnum_devices\x18\x07 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\x05\x12\x13\n\x0btotal_pages\x18\n \x01(\x05\x12\x18\n\x10page_size_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x0c \x01(\x03\x12\r\n\x05max_n\x18\r \x01(\x05\x12P\n\x0fimplementations\x18\x0e \x03(\x0b\x32\x37.jaxserve.v1.GetServerInfoResponse.ImplementationsEntry\x1a\x36\n\x14ImplementationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x10\n\x0eGetLoadRequest\"\xc5\x02\n\x0fGetLoadResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x12\x18\n\x10running_requests\x18\x02 \x01(\x05\x12\x18\n\x10waiting_requests\x18\x03 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x04 \x01(\x05\x12\x12\n\nlive_pages\x18\x05 \x01(\x05\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x06 \x01(\x05\x12\x12\n\nfree_pages\x18\x07 \x01(\x05\x12\x1b\n\x13prompt_tokens_total\x18\x08 \x01(\x03\x12\x1f\n\x17generation_tokens_total\x18\t \x01(\x03\x12\x19\n\x11preemptions_total\x18\n \x01(\x03\x12\x12\n\nstep_count\x18\x0b \x01(\x03\x12\'\n\x1f\x63ompilations_after_warmup_total\x18\x0c \x01(\x03\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05*\x94\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\xfc\x02\n\x07\x43ontrol\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.jaxserve.v1.GetServerInfoRequest\x1a\".jaxserve.v1.GetServerInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.jaxserve.v1.GetLoadRequest\x1a\x1c.jaxserve.v1.GetLoadResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.jaxserve.v1.DrainRequest\x1a\x1a.jaxserve.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jaxserve/v1/control.proto\x12\x0bjaxserve.v1\"\x15\n\x13GetModelInfoRequest\"\xbc\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_type\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\x05\x12\x15\n\rhas_tokenizer\x18\x07 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x08 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xcc\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.jaxserve.v1.ServerState\x12\x12\n\nstate_text\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\x10\n\x08platform\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_kind\x18\x06 \x01(\t\x12\x13\n\x0bnum_devices\x18\x07 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\x05\x12\x13\n\x0btotal_pages\x18\n \x01(\x05\x12\x18\n\x10page_size_tokens\x18\x0b \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x0c \x01(\x03\x12\r\n\x05max_n\x18\r \x01(\x05\x12P\n\x0fimplementations\x18\x0e \x03(\x0b\x32\x37.jaxserve.v1.GetServerInfoResponse.ImplementationsEntry\x1a\x36\n\x14ImplementationsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x10\n\x0eGetLoadRequest\"\xa6\x03\n\x0fGetLoadResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x12\x18\n\x10running_requests\x18\x02 \x01(\x05\x12\x18\n\x10waiting_requests\x18\x03 \x01(\x05\x12\x13\n\x0btotal_pages\x18\x04 \x01(\x05\x12\x12\n\nlive_pages\x18\x05 \x01(\x05\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x06 \x01(\x05\x12\x12\n\nfree_pages\x18\x07 \x01(\x05\x12\x1b\n\x13prompt_tokens_total\x18\x08 \x01(\x03\x12\x1f\n\x17generation_tokens_total\x18\t \x01(\x03\x12\x19\n\x11preemptions_total\x18\n \x01(\x03\x12\x12\n\nstep_count\x18\x0b \x01(\x03\x12\'\n\x1f\x63ompilations_after_warmup_total\x18\x0c \x01(\x03\x12!\n\x19prefix_query_tokens_total\x18\r \x01(\x03\x12\x1f\n\x17prefix_hit_tokens_total\x18\x0e \x01(\x03\x12\x1b\n\x13\x65victed_pages_total\x18\x0f \x01(\x03\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x13\n\x11\x46lushCacheRequest\"\x14\n\x12\x46lushCacheResponse\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05*\x94\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\xcb\x03\n\x07\x43ontrol\x12S\n\x0cGetModelInfo\x12 .jaxserve.v1.GetModelInfoRequest\x1a!.jaxserve.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.jaxserve.v1.GetServerInfoRequest\x1a\".jaxserve.v1.GetServerInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.jaxserve.v1.GetLoadRequest\x1a\x1c.jaxserve.v1.GetLoadResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.jaxserve.v1.DrainRequest\x1a\x1a.jaxserve.v1.DrainResponse\x12M\n\nFlushCache\x12\x1e.jaxserve.v1.FlushCacheRequest\x1a\x1f.jaxserve.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_IMPLEMENTATIONSENTRY']._loaded_options = None
   _globals['_GETSERVERINFORESPONSE_IMPLEMENTATIONSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVERSTATE']._serialized_start=1254
-  _globals['_SERVERSTATE']._serialized_end=1402
+  _globals['_SERVERSTATE']._serialized_start=1394
+  _globals['_SERVERSTATE']._serialized_end=1542
   _globals['_GETMODELINFOREQUEST']._serialized_start=42
   _globals['_GETMODELINFOREQUEST']._serialized_end=63
   _globals['_GETMODELINFORESPONSE']._serialized_start=66
@@ -48,15 +48,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=743
   _globals['_GETLOADREQUEST']._serialized_end=759
   _globals['_GETLOADRESPONSE']._serialized_start=762
-  _globals['_GETLOADRESPONSE']._serialized_end=1087
-  _globals['_ABORTREQUEST']._serialized_start=1089
-  _globals['_ABORTREQUEST']._serialized_end=1123
-  _globals['_ABORTRESPONSE']._serialized_start=1125
-  _globals['_ABORTRESPONSE']._serialized_end=1157
-  _globals['_DRAINREQUEST']._serialized_start=1159
-  _globals['_DRAINREQUEST']._serialized_end=1211
-  _globals['_DRAINRESPONSE']._serialized_start=1213
-  _globals['_DRAINRESPONSE']._serialized_end=1251
-  _globals['_CONTROL']._serialized_start=1405
-  _globals['_CONTROL']._serialized_end=1785
+  _globals['_GETLOADRESPONSE']._serialized_end=1184
+  _globals['_ABORTREQUEST']._serialized_start=1186
+  _globals['_ABORTREQUEST']._serialized_end=1220
+  _globals['_ABORTRESPONSE']._serialized_start=1222
+  _globals['_ABORTRESPONSE']._serialized_end=1254
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1256
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1275
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1277
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1297
+  _globals['_DRAINREQUEST']._serialized_start=1299
+  _globals['_DRAINREQUEST']._serialized_end=1351
+  _globals['_DRAINRESPONSE']._serialized_start=1353
+  _globals['_DRAINRESPONSE']._serialized_end=1391
+  _globals['_CONTROL']._serialized_start=1545
+  _globals['_CONTROL']._serialized_end=2004
 # @@protoc_insertion_point(module_scope)

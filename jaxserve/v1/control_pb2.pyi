@@ -92,7 +92,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("live_requests", "running_requests", "waiting_requests", "total_pages", "live_pages", "cached_pages", "free_pages", "prompt_tokens_total", "generation_tokens_total", "preemptions_total", "step_count", "compilations_after_warmup_total")
+    __slots__ = ("live_requests", "running_requests", "waiting_requests", "total_pages", "live_pages", "cached_pages", "free_pages", "prompt_tokens_total", "generation_tokens_total", "preemptions_total", "step_count", "compilations_after_warmup_total", "prefix_query_tokens_total", "prefix_hit_tokens_total", "evicted_pages_total")
     LIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,9 @@ class GetLoadResponse(_message.Message):
     PREEMPTIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_AFTER_WARMUP_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     live_requests: int
     running_requests: int
     waiting_requests: int
@@ -117,7 +120,10 @@ class GetLoadResponse(_message.Message):
     preemptions_total: int
     step_count: int
     compilations_after_warmup_total: int
-    def __init__(self, live_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., live_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., generation_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., step_count: _Optional[int] = ..., compilations_after_warmup_total: _Optional[int] = ...) -> None: ...
+    prefix_query_tokens_total: int
+    prefix_hit_tokens_total: int
+    evicted_pages_total: int
+    def __init__(self, live_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., live_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., generation_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., step_count: _Optional[int] = ..., compilations_after_warmup_total: _Optional[int] = ..., prefix_query_tokens_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., evicted_pages_total: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -130,6 +136,14 @@ class AbortResponse(_message.Message):
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     aborted: bool
     def __init__(self, aborted: _Optional[bool] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

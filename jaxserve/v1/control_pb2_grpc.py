@@ -59,6 +59,11 @@ class ControlStub:
                 request_serializer=jaxserve_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=jaxserve_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/jaxserve.v1.Control/FlushCache',
+                request_serializer=jaxserve_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=jaxserve_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -94,7 +99,13 @@ class ControlServicer:
 
     def Drain(self, request, context):
         """No new requests (UNAVAILABLE), the live ones finish; answers when they are done or the timeout has passed.
-        FlushCache comes with the prefix cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Empties the prefix cache. Requests sent after the answer find nothing of before; running ones go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +138,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=jaxserve_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=jaxserve_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=jaxserve_dot_v1_dot_control__pb2.FlushCacheRequest.FromString,
+                    response_serializer=jaxserve_dot_v1_dot_control__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +280,33 @@ class Control:
             '/jaxserve.v1.Control/Drain',
             jaxserve_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             jaxserve_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxserve.v1.Control/FlushCache',
+            jaxserve_dot_v1_dot_control__pb2.FlushCacheRequest.SerializeToString,
+            jaxserve_dot_v1_dot_control__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

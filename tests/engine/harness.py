@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.batch import Shape
-from jaxserve.config import RuntimeConfig, ScheduleConfig
+from jaxserve.config import CacheConfig, RuntimeConfig, ScheduleConfig
 from jaxserve.engine.loop import Engine
 from jaxserve.request import Cancel, EventBatch, Finish, Logprobs, TokenRequest
 from tests.fakes.runner import FakeClock, Script, ScriptedRunner, make_shape, solo_tokens
@@ -37,7 +37,9 @@ class Bench:
         budget_tokens: int = 64,
         script: Script | None = None,
         runtime: RuntimeConfig | None = None,
+        eviction: str | None = "lru",
     ) -> None:
+        """`eviction` None: no prefix cache."""
         self.shape = shape or make_shape()
         self.clock = FakeClock()
         self.runner = ScriptedRunner(self.shape, script, self.clock)
@@ -46,7 +48,9 @@ class Bench:
             max_num_batched_tokens=budget_tokens,
             max_num_chunks=self.shape.max_chunks,
         )
-        self.engine = Engine(schedule, runtime or RuntimeConfig(), self.shape, self.runner, self.take, self.clock)
+        cache = CacheConfig(prefix_cache=False) if eviction is None else CacheConfig(prefix_cache_eviction=eviction)
+        configs = (schedule, runtime or RuntimeConfig())
+        self.engine = Engine(*configs, self.shape, self.runner, self.take, self.clock, cache)
         self.answers: dict[int, Answer] = {}
         self.requests: dict[int, TokenRequest] = {}
         self.batches: list[EventBatch] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.engine.admission import Limits, Prompts, offer
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.schedule import Limits, Prompts, offer
 from jaxserve.engine.sequence import MAX_PASSED, Sequence
 from tests.engine.harness import make_request
 

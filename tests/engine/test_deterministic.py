@@ -6,8 +6,9 @@ import pytest
 
 from jaxserve.batch import FLAG_FILTER, FLAG_RANDOM, FLAGS_WORD, Batch, Layout, Program
 from jaxserve.config import RuntimeConfig
+from jaxserve.engine.admission import PIECE_TOKENS, Candidate, Limits
 from jaxserve.engine.buckets import Buckets
-from jaxserve.engine.schedule import PIECE_TOKENS, Candidate, Limits, share_budget
+from jaxserve.engine.schedule import share_budget
 from jaxserve.engine.sequence import Sequence
 from jaxserve.request import Finish, TokenRequest
 from tests.engine.harness import Bench, make_request

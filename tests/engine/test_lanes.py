@@ -238,7 +238,7 @@ def test_stats_are_sums_over_lanes() -> None:
     bench.finish()
     stats = bench.engine.stats()
     assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (120, 36)
-    assert stats.finished_total == {"length": 6} and stats.free_pages == 80
+    assert stats.finished_total == {"length": 6} and stats.free_pages + stats.cached_pages == 80
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_preempted_sequence_holds_up_newcomers_of_its_lane_only() -> None:
     bench.step(8)
     ledger = bench.engine.ledger
     assert [lane_of(bench, handle) for handle in (a, b, d)] == [0, 0, 1] and ledger.live[b].slot < 0
-    assert [lane.pool.free_pages for lane in ledger.lanes] == [4, 2]
+    assert [lane.pool.available_pages for lane in ledger.lanes] == [4, 2]
     bench.submit(make_request(c, 10, 3))
     bench.step()
     assert lane_of(bench, c) == 1, "at once, and not where more pages are free"

@@ -54,5 +54,5 @@ def test_check_names_all_numbers(damage: str) -> None:
         pool.table_SM[0, 0] = pool.table_SM[1, 0]
     else:
         pool.free_pages -= 1
-    with pytest.raises(AssertionError, match=r"free \d+ \+ owned \d+ \+ limbo 0 \+ cached 0 = \d+, pool 10"):
+    with pytest.raises(AssertionError, match=r"free \d+ \+ live \d+ \+ cached 0 = \d+, pool 10"):
         pool.check()

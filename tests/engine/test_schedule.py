@@ -7,7 +7,8 @@ import pytest
 
 from jaxserve.batch import Bucket, Layout, Program
 from jaxserve.config import RuntimeConfig
-from jaxserve.engine.schedule import Candidate, View, schedule, share_budget
+from jaxserve.engine.admission import Candidate
+from jaxserve.engine.schedule import View, schedule, share_budget
 from jaxserve.engine.sequence import MAX_PASSED, Sequence
 from jaxserve.request import Finish
 from tests.engine.harness import Bench, make_request
@@ -197,7 +198,7 @@ def test_b019_a_preempted_sequence_keeps_its_place() -> None:
         bench.submit(make_request(handle, 10, 4))
         if ledger.preemptions and gone is None and not ledger.lanes[0].slots.leaving:
             gone = handle
-            assert ledger.live[2].slot < 0 and ledger.lanes[0].pool.free_pages >= 4
+            assert ledger.live[2].slot < 0 and ledger.lanes[0].pool.available_pages >= 4
     assert gone is not None, "A was never preempted"
     most = 0
     while not bench.engine.is_idle:

@@ -200,6 +200,7 @@ class Device:
         self.installs: list[Install | None] = [None] * rows
         self.owner_P: list[Install | None] = [None] * shape.num_pages
         self.last_write_P = np.zeros(shape.num_pages, np.int64)  # step that last could write the page
+        self.last_read_P = np.zeros(shape.num_pages, np.int64)
         self.rows: list[int] = []  # packed tokens in use, by step
 
     def install(self, install: Install) -> None:
@@ -208,7 +209,14 @@ class Device:
         self.installs[install.slot] = install
         self.table_SM[install.slot] = self.shape.num_pages
         self.last_token_S[install.slot] = NOTHING
-        self.written_S[install.slot] = 0
+        shared = install.page_ids
+        self.table_SM[install.slot, : len(shared)] = shared
+        self.written_S[install.slot] = len(shared) * self.shape.page_size_tokens
+        tokens = int(self.written_S[install.slot])
+        assert tokens < len(install.token_ids), "no token is left to compute"
+        assert len(set(shared.tolist())) == len(shared) and (self.last_write_P[shared] <= self.collected).all()
+        history = self.history(install.slot, tokens)
+        assert (history == install.token_ids[:tokens]).all(), "shared pages hold others' tokens"
 
     def run(self, step: int, program: Program, views: dict[str, np.ndarray], script: Script | None) -> StepOut:
         """One step on copies of the fields of the lane's vector; results without the lanes' dimension."""
@@ -245,6 +253,7 @@ class Device:
         ):
             assert 0 <= page < self.shape.num_pages, page
             assert self.last_write_P[page] <= self.collected, f"page {page} may still be written by a step in flight"
+            assert self.last_read_P[page] <= self.collected, f"page {page} may still be read by a step in flight"
             assert self.table_SM[slot, index] == self.shape.num_pages, f"slot {slot} already has a page at {index}"
             self.table_SM[slot, index] = page
             self.owner_P[page] = self.installs[slot]
@@ -281,6 +290,7 @@ class Device:
         self.cache_PK2[page, position % self.shape.page_size_tokens] = token, position
         self.written_S[slot] += 1
         self.last_write_P[page] = self.step
+        self.last_read_P[self.table_SM[slot, : position // self.shape.page_size_tokens + 1]] = self.step
 
     def history(self, slot: int, tokens: int) -> np.ndarray:
         """A slot's first tokens, as its block table and the cache say."""
