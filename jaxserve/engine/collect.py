@@ -75,7 +75,7 @@ def collect_pages(ledger: Ledger, lane: Lane, part: PackedLane) -> None:
     """The pages that a lane's chunks have filled enter its prefix cache, of sequences that are still alive."""
     for chunk, generation in zip(part.plan.chunks, part.chunk_generations, strict=True):
         if lane.slots.generation_S[chunk.slot] == generation:
-            lane.slots.written_S[chunk.slot] = chunk.start + chunk.tokens
+            chunk.sequence.written_tokens = chunk.start + chunk.tokens
             ledger.keep(chunk.sequence)
             if chunk.is_last:
                 lane.pool.prove(chunk.slot)

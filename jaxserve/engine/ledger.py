@@ -79,7 +79,7 @@ class Ledger:
         """
         slots, slot, page = self.lanes[sequence.lane].slots, sequence.slot, self.shape.page_size_tokens
         known, outputs = len(sequence.token_ids), slots.outputs.of(slot)
-        tokens = known + len(outputs) - 1 if len(outputs) else int(slots.written_S[slot])
+        tokens = known + len(outputs) - 1 if len(outputs) else sequence.written_tokens
         if self.deterministic:
             pages = whole_pages(min(tokens, known), page, PIECE_TOKENS)
         else:

@@ -37,6 +37,7 @@ class Sequence:
     passed: int = 0  # later arrivals admitted while it did not fit
     preemptions: int = 0
     keys: list[bytes] = field(default_factory=list)  # of its full pages, the root first; empty: it shares none
+    written_tokens: int = 0  # of token_ids, those in the cache by steps that were collected
     cached_tokens: int = 0  # of its prompt, found in the prefix cache when it was first admitted
     queue_s: float | None = None  # None: never scheduled
     answered: bool = False  # its first row has been emitted

@@ -78,7 +78,6 @@ class SlotTable:
         self.handle_S = np.zeros(num_slots, np.int64)
         self.known_S = np.zeros(num_slots, np.int32)  # tokens to prefill: those known when the slot was filled
         self.computed_S = np.zeros(num_slots, np.int32)
-        self.written_S = np.zeros(num_slots, np.int32)  # of the known tokens, those that collected steps have written
         self.limit_S = np.zeros(num_slots, np.int32)  # tokens, outputs included, at which it is full
         self.last_step_S = np.zeros(num_slots, np.int64)  # the last dispatched step it was part of
         self.flag_S = np.zeros(num_slots, np.int32)  # FLAG_* bits
@@ -106,7 +105,7 @@ class SlotTable:
         sequence.slot = slot
         self.handle_S[slot] = request.handle
         self.known_S[slot] = len(sequence.token_ids)
-        self.computed_S[slot] = self.written_S[slot] = cached_tokens
+        self.computed_S[slot] = sequence.written_tokens = cached_tokens
         self.limit_S[slot] = sequence.limit_tokens
         self.last_step_S[slot] = 0
         self.outputs.sent_S[slot] = len(sequence.to_repeat)

@@ -16,7 +16,7 @@ from jaxserve.engine.loop import Engine
 from jaxserve.models.decoder import parameter_shapes
 from jaxserve.models.families import model_spec
 from jaxserve.models.spec import ModelSpec
-from jaxserve.request import EventBatch, Finish, Logprobs, TokenRequest
+from jaxserve.request import EngineStats, EventBatch, Finish, Logprobs, TokenRequest
 from jaxserve.runtime.runner import StepRunner
 from jaxserve.runtime.start import start_runner
 
@@ -48,6 +48,7 @@ class Result:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     error: str = ""
     steps: list[int] = field(default_factory=list)  # the event batch that each token came in
+    cached_tokens: int = -1
 
 
 class TinyServer:
@@ -64,6 +65,7 @@ class TinyServer:
         dtype: str = "auto",
         seqs: int = 4,
         deterministic: bool = False,
+        prefix_cache: bool = True,
         **config: Any,
     ) -> None:
         """Random weights of CONFIG with `config` changed, or a checkpoint; `mesh`: tensor, expert, data."""
@@ -73,7 +75,7 @@ class TinyServer:
         tensor, expert, data = mesh
         wanted = Config(
             ModelConfig("tiny", random_weights=True, seed=1, dtype=dtype),
-            cache=CacheConfig(num_pages=num_pages),
+            cache=CacheConfig(num_pages=num_pages, prefix_cache=prefix_cache),
             schedule=ScheduleConfig(max_num_seqs=seqs, max_num_batched_tokens=budget),
             runtime=RuntimeConfig(
                 device="cpu",
@@ -93,7 +95,8 @@ class TinyServer:
         started = start_runner(self.spec, self.config, self.buckets.all(), load, vocab, lambda _: None, cache_fill)
         self.runner: StepRunner = started.runner
         self.shape = started.shape
-        self.handles = self.preemptions = 0  # the latter of the last run
+        self.handles = 0
+        self.stats = EngineStats()  # of the last run
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters by name, float64."""
@@ -112,16 +115,17 @@ class TinyServer:
             batches += 1
             take(batch, results, batches)
 
-        engine = Engine(self.config.schedule, self.config.runtime, self.shape, self.runner, emit)
+        configs = (self.config.schedule, self.config.runtime)
+        engine = Engine(*configs, self.shape, self.runner, emit, cache=self.config.cache)
         waiting = sorted(zip(at_steps or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
         for step in range(max_steps):
             while waiting and waiting[0][0] <= step:
                 engine.submit([waiting.pop(0)[1]])
             if not engine.step() and engine.is_idle and not waiting:
                 break
-        self.preemptions = engine.stats().preemptions_total
-        stats = engine.stats()
-        assert (stats.free_pages, stats.live_pages, stats.running_requests) == (stats.total_pages, 0, 0)
+        self.stats = stats = engine.stats()
+        assert (stats.live_pages, stats.running_requests) == (0, 0)
+        assert stats.free_pages + stats.cached_pages == stats.total_pages
         assert all(result.finish is not Finish.NONE for result in results.values())
         return [results[request.handle] for request in requests]
 
@@ -143,6 +147,7 @@ def take(batch: EventBatch, results: dict[int, Result], number: int) -> None:
             result.logprobs.append(batch.logprobs[row])
         if handle in batch.prompt_logprobs:
             result.prompt_logprobs.append(batch.prompt_logprobs[handle])
+        result.cached_tokens = batch.cached_tokens.get(handle, result.cached_tokens)
         result.finish = Finish(int(batch.finishes[row]))
         result.error = batch.errors.get(handle, result.error)
 

@@ -100,10 +100,10 @@ def test_b066_a_preempted_sequence_goes_on_to_the_bit(name: str) -> None:
     ]
     prompts = [prompt(20, 60), prompt(21, 50)]
     alone = [bits(tight.run([tight.request(ids, **fields)])[0]) for ids, fields in zip(prompts, mine, strict=True)]
-    assert tight.preemptions == 0
+    assert tight.stats.preemptions_total == 0
     pairs = zip(prompts, mine, strict=True)
     together = tight.run([tight.request(ids, **fields) for ids, fields in pairs], at_steps=[0, 3])
-    assert tight.preemptions > 0
+    assert tight.stats.preemptions_total > 0
     assert [bits(result) for result in together] == alone
     tight.runner.close()
 

@@ -19,7 +19,7 @@ from jaxserve.runtime.runner import StepRunner
 from jaxserve.runtime.saved import Pool, Shelf, common_facts, drop_oldest, load_or_compile, open_shelf, write_whole
 from tests.fakes.tiny import TinyServer
 
-NAMES = ["mixed 64", "scored 64", "decode 4", "decode 2", "install_plain", "install_wide"]
+NAMES = ["mixed 64", "scored 64", "decode 4", "decode 2", "install_plain", "install_wide", "install_table"]
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ EVERY_FIELD: dict[str, Any] = {
     "prompt_logprobs": 5,
     "skip_special_tokens": False,
     "detokenize": True,
+    "cache_salt": "",
+    "bypass_prefix_cache": True,
 }
 
 
