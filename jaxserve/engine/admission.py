@@ -100,6 +100,12 @@ class Prompts:
     pool: PagePool | None = None  # with the prefix cache to look into
     is_reclaiming: bool = False  # somebody is preempted in this step
 
+    def room(self) -> tuple[int, int]:
+        """Between lanes with equally many pages left: who need evict nothing, then who has evicted least, goes first."""
+        if self.pool is None or self.pool.prefix is None:
+            return 0, 0
+        return self.pool.free_pages, -self.pool.prefix.evicted_pages
+
     def depth(self, sequence: Sequence, limits: Limits) -> int:
         """Pages of the prefix cache that hold the start of its prompt, by their keys alone."""
         if self.pool is None or self.pool.prefix is None or not sequence.keys or sequence.wants_scores:
@@ -146,21 +152,22 @@ def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
 def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
     """Rule 3 for one waiting sequence, those before it have had theirs; False if nobody behind it may be admitted."""
     is_barrier, is_bound = sequence.is_barrier, sequence.lane >= 0
-    best, most_depth = None, 0
+    best, best_depth, best_rank = None, 0, (0, 0, 0)
     for part in (prompts[sequence.lane],) if is_bound else prompts:
         if not part.free_slots or (part.has_barrier and not is_barrier):
             continue
         depth = part.depth(sequence, limits)
-        if best is None or part.spare_pages + depth > best.spare_pages + most_depth:
-            best, most_depth = part, depth
+        rank = (part.spare_pages + depth, *part.room())
+        if best is None or rank > best_rank:
+            best, best_depth, best_rank = part, depth, rank
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
     tokens = len(sequence.token_ids)
     fed_tokens = tokens + len(sequence.to_repeat)
     need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
     shared = NO_PAGES
-    if most_depth and need_pages - most_depth <= best.spare_pages:
-        shared = best.match(sequence, most_depth, limits)
+    if best_depth and need_pages - best_depth <= best.spare_pages:
+        shared = best.match(sequence, best_depth, limits)
         need_pages -= len(shared) - pages_taken(best.pool, shared, best.is_reclaiming)
     if need_pages <= best.spare_pages:
         start = len(shared) * limits.page_size_tokens

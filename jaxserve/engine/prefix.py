@@ -105,7 +105,8 @@ class PrefixCache:
     def match(self, keys: Sequence[bytes], token_ids: np.ndarray) -> np.ndarray:
         """As `path`, for a prompt that is to use the nodes: up to the first whose tokens are not the prompt's."""
         nodes = self.path(keys)
-        wanted = token_ids[: len(nodes) * self.page_size_tokens].reshape(len(nodes), -1)
+        page = self.page_size_tokens
+        wanted = token_ids[: len(nodes) * page].reshape(-1, page)
         same = (self.token_PK[nodes] == wanted).all(axis=1)
         return nodes if same.all() else nodes[: int(same.argmin())]
 
@@ -117,7 +118,7 @@ class PrefixCache:
         for name, key in zip(names, keys, strict=True):
             assert self._key[name] is None, f"page {name} is in the tree under another key"
             self._key[name] = key
-        self.token_PK[pages] = token_ids.reshape(len(pages), -1)
+        self.token_PK[pages] = token_ids.reshape(-1, self.page_size_tokens)
         self.parent_P[pages] = [parent, *names[:-1]]
         self.children_P[pages] = 1
         self.children_P[pages[-1:]] = 0
