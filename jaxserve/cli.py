@@ -16,6 +16,7 @@ from jaxserve.client import Client
 from jaxserve.config import (
     DTYPES,
     EVICTIONS,
+    POLICIES,
     CacheConfig,
     Config,
     ModelConfig,
@@ -73,6 +74,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, positional: bool = True,
     flag("--max-num-seqs", type=int, default=schedule.max_num_seqs, help="sequences that run at once")
     flag("--max-num-batched-tokens", type=int, default=schedule.max_num_batched_tokens, help="token budget of a step")
     flag("--max-queue-requests", type=int, default=schedule.max_queue_requests, help="waiting requests; more: refused")
+    flag("--scheduling-policy", choices=POLICIES, default=schedule.policy, help="who goes first")
     flag("--block-size", type=int, default=cache.page_size_tokens, help="tokens of a cache page")
     flag("--num-pages", type=int, help="pages of the cache (default: from the memory that is free)")
     flag("--cache-memory-gb", type=float, help="size of the cache (default: from the memory that is free)")

@@ -9,6 +9,7 @@ from jaxserve.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float32")
 EVICTIONS = ("lru", "lfu", "priority")
+POLICIES = ("fcfs", "priority", "shortest-first", "longest-prefix-match")
 MOST_SUMMED = 2  # devices under --deterministic: the sum of two numbers has no order
 
 
@@ -45,6 +46,7 @@ class ScheduleConfig:
     max_num_batched_tokens: int = 2048  # token budget of a step, of each lane
     max_num_chunks: int = 16  # prompts that one mixed step may take a chunk of
     max_queue_requests: int = 4096  # waiting requests; more are refused
+    policy: str = "fcfs"  # who goes first, see engine/policy.py
     step_timeout_s: float = 120.0  # a step with work pending that takes longer makes the health check fail
 
 
@@ -161,6 +163,12 @@ def check_ranges(config: Config) -> None:
             cache.prefix_cache_eviction,
             cache.prefix_cache_eviction in EVICTIONS,
             f"one of {', '.join(EVICTIONS)}",
+        ),
+        (
+            "--scheduling-policy",
+            schedule.policy,
+            schedule.policy in POLICIES,
+            f"one of {', '.join(POLICIES)}",
         ),
         ("--max-num-seqs", schedule.max_num_seqs, 1 <= schedule.max_num_seqs <= 4096, "1 to 4096"),
         (

@@ -22,6 +22,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int  # sequences that run at once, for each data-parallel rank
     max_num_batched_tokens: int  # token budget of a step, for each data-parallel rank
     max_queue_requests: int  # waiting requests; more are refused
+    scheduling_policy: str  # fcfs, priority, shortest-first, longest-prefix-match
     block_size: int  # tokens of a cache page
     num_pages: int | None  # pages of the cache; None: from the memory that is free
     cache_memory_gb: float | None  # size of the cache; None: from the memory that is free
@@ -49,6 +50,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "max_num_seqs": ("schedule", "max_num_seqs"),
     "max_num_batched_tokens": ("schedule", "max_num_batched_tokens"),
     "max_queue_requests": ("schedule", "max_queue_requests"),
+    "scheduling_policy": ("schedule", "policy"),
     "block_size": ("cache", "page_size_tokens"),
     "num_pages": ("cache", "num_pages"),
     "cache_memory_gb": ("cache", "cache_memory_bytes"),

@@ -23,6 +23,7 @@ MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_WORD_TOKENS = 8
 MAX_LOGIT_BIAS = 1024
 MAX_SALT = 256  # characters of cache_salt
+MOST_PRIORITY = 2**31 - 1
 
 
 class Finish(enum.IntEnum):
@@ -64,6 +65,7 @@ class SamplingParams:
       prompt_logprobs: the same for each prompt token but the first.
       cache_salt: requests share cached prompts only with those of the same salt; an empty one is a salt like others.
       bypass_prefix_cache: neither take cached pages nor leave any.
+      priority: a lower number is more important, where the scheduling policy or the eviction goes by it.
     """
 
     n: int = 1
@@ -90,6 +92,7 @@ class SamplingParams:
     detokenize: bool = True
     cache_salt: str | None = None
     bypass_prefix_cache: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest for the first field out of range; nothing here depends on a model."""
@@ -115,6 +118,7 @@ class SamplingParams:
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        check_int("priority", self.priority, -MOST_PRIORITY - 1, MOST_PRIORITY)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)

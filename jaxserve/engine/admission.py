@@ -15,6 +15,7 @@ from jaxserve.batch import Program
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import NO_PAGES, PagePool, pages_for
+from jaxserve.engine.policy import FCFS, LONGEST_PREFIX
 from jaxserve.engine.prefix import whole_pages
 from jaxserve.engine.sequence import Sequence, WaitingQueue
 
@@ -33,6 +34,7 @@ class Limits:
     num_pages: int
     buckets: Buckets
     deterministic: bool = False
+    policy: str = FCFS
 
     def piece_tokens(self, budget_tokens: int) -> int:
         """See above: a power of two of which the oldest prompt's share of a step's budget always holds one."""
@@ -101,7 +103,7 @@ class Prompts:
     is_reclaiming: bool = False  # somebody is preempted in this step
 
     def room(self) -> tuple[int, int]:
-        """Between lanes with equally many pages left: who need evict nothing, then who has evicted least, goes first."""
+        """Between lanes with equally many pages left: who need evict nothing, then who has evicted least."""
         if self.pool is None or self.pool.prefix is None:
             return 0, 0
         return self.pool.free_pages, -self.pool.prefix.evicted_pages
@@ -121,16 +123,38 @@ class Prompts:
 
 
 def find_prompts(
-    limits: Limits, lanes: Iterable[Lane], waiting: WaitingQueue, rows: Iterable[DecodeRows]
+    limits: Limits,
+    lanes: Iterable[Lane],
+    waiting: WaitingQueue,
+    rows: Iterable[DecodeRows],
+    kept_lane: int | None = None,
 ) -> list[Prompts]:
-    """By lane: admitted prompts and the waiting ones that fit, by arrival."""
+    """By lane: admitted prompts and the waiting ones that fit, by rank; none of them in `kept_lane`."""
     prompts = [admitted_prompts(limits, lane, part) for lane, part in zip(lanes, rows, strict=True)]
-    for sequence in islice(waiting, SCANNED_SEQUENCES * len(prompts)):
+    if kept_lane is not None:
+        prompts[kept_lane].free_slots = 0
+    scanned = [*islice(waiting, SCANNED_SEQUENCES * len(prompts))]
+    if limits.policy == LONGEST_PREFIX:
+        scanned.sort(key=lambda sequence: by_prefix(sequence, limits, prompts))
+    for place, sequence in enumerate(scanned):
         if not offer(sequence, limits, prompts):
+            if limits.policy == LONGEST_PREFIX:  # earlier ones may be among them: they are passed, and not for ever
+                prompts[0].passed += [later for later in scanned[place + 1 :] if later.lane <= 0]
             break
     for part in prompts:
-        part.candidates.sort(key=lambda candidate: candidate.sequence.arrival)
+        part.candidates.sort(key=lambda candidate: candidate.sequence.rank)
     return prompts
+
+
+def by_prefix(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> tuple[bool, int]:
+    """Whom the policy longest-prefix-match looks at first; between equals the earlier one, as the queue has them."""
+    return not sequence.is_barrier, -max(part.depth(sequence, limits) for part in prompts)
+
+
+def needed_pages(sequence: Sequence, limits: Limits) -> int:
+    """Pages for its prompt and a token more, or all that it can ever need."""
+    fed_tokens = len(sequence.token_ids) + len(sequence.to_repeat)
+    return pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
 
 
 def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
@@ -162,9 +186,7 @@ def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
             best, best_depth, best_rank = part, depth, rank
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
-    tokens = len(sequence.token_ids)
-    fed_tokens = tokens + len(sequence.to_repeat)
-    need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
+    tokens, need_pages = len(sequence.token_ids), needed_pages(sequence, limits)
     shared = NO_PAGES
     if best_depth and need_pages - best_depth <= best.spare_pages:
         shared = best.match(sequence, best_depth, limits)

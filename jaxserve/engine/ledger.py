@@ -11,6 +11,7 @@ from jaxserve.engine.admission import PIECE_TOKENS
 from jaxserve.engine.events import Events
 from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import Written
+from jaxserve.engine.policy import FCFS, rank
 from jaxserve.engine.prefix import extend_keys, whole_pages
 from jaxserve.engine.sequence import Sequence, WaitingQueue, refusal
 from jaxserve.request import EventBatch, Finish, Logprobs, TokenRequest
@@ -23,9 +24,11 @@ class Ledger:
     known when it comes, and with a queue for each lane one could stand idle beside another's queue.
     """
 
-    def __init__(self, shape: Shape, deterministic: bool = False, eviction: str | None = None) -> None:
-        """`eviction`: the rule of the prefix caches, one a lane; None: there are none."""
-        self.shape, self.deterministic = shape, deterministic
+    def __init__(
+        self, shape: Shape, deterministic: bool = False, eviction: str | None = None, policy: str = FCFS
+    ) -> None:
+        """`eviction`: the rule of the prefix caches, one a lane; None: there are none. `policy`: who goes first."""
+        self.shape, self.deterministic, self.policy = shape, deterministic, policy
         self.lanes = tuple(Lane(index, shape, eviction) for index in range(shape.lanes))
         self.waiting = WaitingQueue()
         self.live: dict[int, Sequence] = {}  # by handle
@@ -40,7 +43,7 @@ class Ledger:
     def submit(self, request: TokenRequest, refused: str | None = None) -> None:
         """Queue a request; one that can never run, or is `refused` by the caller, ends at once with the sentence."""
         assert request.handle not in self.live, f"handle {request.handle} is alive"
-        sequence = Sequence.of(request, self.arrivals)
+        sequence = Sequence.of(request, rank(self.policy, request, self.arrivals))
         self.arrivals += 1
         self.live[request.handle] = sequence
         self.waiting.add(sequence)

@@ -91,7 +91,7 @@ class Engine:
         """
         assert shape.num_slots == schedule.max_num_seqs, (shape, schedule)
         eviction = cache.prefix_cache_eviction if cache is not None and cache.prefix_cache else None
-        self.ledger = Ledger(shape, runtime.deterministic, eviction)
+        self.ledger = Ledger(shape, runtime.deterministic, eviction, schedule.policy)
         self.step_count = 0
         buckets = Buckets.from_config(runtime, schedule)
         self._limits = Limits(
@@ -101,6 +101,7 @@ class Engine:
             num_pages=shape.num_pages,
             buckets=buckets,
             deterministic=runtime.deterministic,
+            policy=schedule.policy,
         )
         self._packer = Packer(shape, buckets.all())
         self._runner, self._emit, self._clock = runner, emit, clock

@@ -10,7 +10,7 @@ from jaxserve.batch import FLAG_FILTER, FLAG_RANDOM, FLAGS_WORD, Batch, Bucket, 
 from jaxserve.engine.lane import Lane
 from jaxserve.engine.ledger import Ledger
 from jaxserve.engine.schedule import LanePlan, Plan
-from jaxserve.engine.sequence import Sequence, make_install
+from jaxserve.engine.sequence import MAX_PASSED, Sequence, make_install
 from jaxserve.engine.slots import SlotTable
 
 
@@ -103,9 +103,12 @@ def seat(plan: Plan, ledger: Ledger) -> list[Install]:
             ledger.preempt(lane.slots.tenant(slot))
     for index, part in enumerate(plan.lanes):
         for waiting in part.passed if admitted else ():
-            waiting.passed += sum(waiting.arrival < sequence.arrival for sequence in admitted)
+            waiting.passed += sum(waiting.rank < sequence.rank for sequence in admitted)
             if waiting.is_barrier:
                 waiting.lane = index  # or pages would be kept for it now here, now there, and nowhere enough
+    if plan.reserved is not None and plan.reserved.sequence.slot < 0:
+        urgent = plan.reserved.sequence
+        urgent.lane, urgent.passed = plan.reserved.lane, MAX_PASSED  # nobody takes what comes free
     return installs
 
 

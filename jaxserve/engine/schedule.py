@@ -1,8 +1,10 @@
 """What the next step does: takes a View of the engine, gives `pack` a frozen Plan; decides only, changes nothing.
 
-Rules, in order; a lane is a rank of data parallelism with slots and pages of its own:
+Rules, in order; a lane is a rank of data parallelism with slots and pages of its own. Who is older, or earlier, is so
+by the policy (`policy.py`), which is the order of arrival if nothing else is asked for:
 1. Every sequence past its prompt gets one decode row. Where too few pages are free, older rows get theirs first, the
-   latest arrivals are preempted (recomputed later), and a row without a page waits a step.
+   latest ones are preempted (recomputed later), and a row without a page waits a step. Under the policy `priority` less
+   important ones make room for the first of the queue, too (`urgent.py`).
 2. Prompts fill the rest of a lane's token budget in chunks, at most one a sequence and `max_chunks` in all. Half of it
    goes to the oldest prompt first, the other half to the shortest remainder first: a long prompt always advances, and
    a short one never waits for its end.
@@ -35,7 +37,9 @@ from jaxserve.engine.admission import Candidate, DecodeRows, Limits, Prompts, fi
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import NO_PAGES, Reclaim, pages_for
+from jaxserve.engine.policy import PRIORITY
 from jaxserve.engine.sequence import Sequence, WaitingQueue
+from jaxserve.engine.urgent import Reserved, make_room
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,17 +88,27 @@ class Plan:
 
     bucket: Bucket | None
     lanes: list[LanePlan]
+    reserved: Reserved | None = None
 
 
 def schedule(view: View) -> Plan:
     """Decide the next step."""
     rows = [decode_rows(view.limits, lane) for lane in view.lanes]
+    if view.limits.policy != PRIORITY:
+        return with_rows(view, rows)
+    rows, reserved = make_room(view.limits, view.lanes, view.waiting, rows)
+    return replace(with_rows(view, rows, reserved), reserved=reserved)
+
+
+def with_rows(view: View, rows: list[DecodeRows], reserved: Reserved | None = None) -> Plan:
+    """Rules 2 to 5. Nobody is admitted to a lane in which room is being made."""
     is_waiting = len(view.waiting) > 0
     if view.limits.deterministic and view.last_had_prompts and any(len(part.slot_D) for part in rows):
         return decode_alone(view, [LanePlan(part) for part in rows])
     for lane, part in zip(view.lanes, rows, strict=True):
         if lane.slots.prefilling or (is_waiting and lane.slots.free and part.free_pages):
-            return with_prompts(view, rows, find_prompts(view.limits, view.lanes, view.waiting, rows))
+            kept_lane = None if reserved is None else reserved.lane
+            return with_prompts(view, rows, find_prompts(view.limits, view.lanes, view.waiting, rows, kept_lane))
     return decode_alone(view, [LanePlan(part) for part in rows])
 
 
@@ -114,7 +128,7 @@ def decode_rows(limits: Limits, lane: Lane) -> DecodeRows:
     victims = choose_victims(lane, set(growing_N.tolist()))
     at_once = [slot for slot in victims if slots.last_step_S[slot] <= pool.collected_step]
     free_pages = Reclaim(pool, with_limbo=False).give_up(at_once)
-    hungry = sorted(set(growing_N.tolist()).difference(victims), key=lambda slot: slots.tenant(slot).arrival)
+    hungry = sorted(set(growing_N.tolist()).difference(victims), key=lambda slot: slots.tenant(slot).rank)
     fed, starved = hungry[:free_pages], hungry[free_pages:]
     rows = sorted(set(ready_D.tolist()).difference(victims, starved))
     return DecodeRows(np.array(rows, np.int64), np.array(fed, np.int64), tuple(victims), free_pages - len(fed))
@@ -137,7 +151,7 @@ def choose_victims(lane: Lane, hungry: set[int]) -> list[int]:
         else:  # ending or leaving: it gives its pages back at the next collect
             coming.give_up((slot,))
     victims = []
-    for slot in sorted(running, key=lambda slot: -slots.tenant(slot).arrival):
+    for slot in sorted(running, key=lambda slot: slots.tenant(slot).rank, reverse=True):
         if wanted_pages <= coming.pages:
             break
         if pool.owned_S[slot]:
@@ -176,7 +190,7 @@ def mixed_sizes(view: View, prompts: list[Prompts]) -> list[int]:
     if not limits.deterministic:
         return [0]
     plain = [candidate for part in prompts for candidate in part.candidates if not candidate.sequence.wants_scores]
-    plain.sort(key=lambda candidate: candidate.sequence.arrival)
+    plain.sort(key=lambda candidate: candidate.sequence.rank)
     sizes = [limits.step_tokens(len(candidate.sequence.token_ids)) for candidate in plain]
     if sizes and sizes[0] == view.last_mixed_tokens:
         shortest = min(plain, key=lambda candidate: candidate.remaining)

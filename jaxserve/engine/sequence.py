@@ -18,6 +18,7 @@ from jaxserve.batch import (
     Shape,
 )
 from jaxserve.engine.pages import pages_for
+from jaxserve.engine.policy import Rank
 from jaxserve.request import MAX_STOP_TOKEN_IDS, Logprobs, TokenRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under it are 0
@@ -29,7 +30,7 @@ class Sequence:
     """What the engine remembers of a request besides its row of the slot arrays."""
 
     request: TokenRequest
-    arrival: int  # rank among all that ever arrived; it keeps it through preemptions
+    rank: Rank  # by the policy, smaller goes first; it keeps it through preemptions
     token_ids: np.ndarray  # int32, all known when it last entered the queue: the prompt, then outputs where it resumes
     wants_scores: bool  # its prompt_logprobs are still to be made
     lane: int = -1  # -1: any; it keeps the one that it was admitted to, or that it was passed over in too often
@@ -47,11 +48,11 @@ class Sequence:
     to_repeat: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
-    def of(cls, request: TokenRequest, arrival: int) -> Sequence:
+    def of(cls, request: TokenRequest, rank: Rank) -> Sequence:
         """A newcomer."""
         token_ids = np.ascontiguousarray(request.prompt_token_ids, dtype=np.int32)
         wants_scores = request.prompt_logprobs is not None
-        return cls(request, arrival, token_ids, wants_scores, keys=[*request.page_keys])
+        return cls(request, rank, token_ids, wants_scores, keys=[*request.page_keys])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -146,7 +147,7 @@ def make_install(sequence: Sequence, shared: np.ndarray) -> Install:
 
 
 class WaitingQueue:
-    """Sequences without a slot, in order of arrival; who comes back from a preemption takes its old place."""
+    """Sequences without a slot, by rank; who comes back from a preemption takes its old place."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
@@ -159,14 +160,14 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Put it at its place."""
-        insort(self._items, sequence, key=_arrival)
+        insort(self._items, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Take it out; it must be there."""
-        place = bisect_left(self._items, sequence.arrival, key=_arrival)
+        place = bisect_left(self._items, sequence.rank, key=_rank)
         assert self._items[place] is sequence, sequence.request.handle
         del self._items[place]
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank

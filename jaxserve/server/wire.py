@@ -36,6 +36,7 @@ SCALARS = (
     "detokenize",
     "cache_salt",
     "bypass_prefix_cache",
+    "priority",
 )
 
 FINISH_CODES = {code.text: cast(pb.FinishReason, int(code)) for code in Finish}  # the same numbers

@@ -52,7 +52,6 @@ def prepare(
     *,
     add_special_tokens: bool = True,
     field: str = "prompt",
-    priority: int = 0,
     draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> Prepared:
     """Check a prompt (text, or token ids that are taken as they are) and resolve its parameters.
@@ -78,7 +77,6 @@ def prepare(
         seed=(draw_seed() if params.seed is None else int(params.seed)) & MASK64,
         stop_token_ids=stop_ids,
         masked_until_min=stop_ids,
-        priority=priority,
         text_stop_pending=bool(params.stop),
         **numbers_of(params),
         **token_lists(params, limits, tokenizer, stop_ids),
@@ -103,7 +101,6 @@ def prepare_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-    priority: int = 0,
 ) -> Prepared:
     """As `prepare`, for a conversation; the template writes BOS itself, so the tokenizer adds none."""
     if tokenizer is None:
@@ -111,7 +108,7 @@ def prepare_chat(
     if template is None:
         raise InvalidRequest("messages", f"{len(messages)} messages", NO_TEMPLATE)
     text = template.render(messages, add_generation_prompt, tools, template_kwargs)
-    return prepare(text, params, limits, tokenizer, add_special_tokens=False, field="messages", priority=priority)
+    return prepare(text, params, limits, tokenizer, add_special_tokens=False, field="messages")
 
 
 def check_counts(params: SamplingParams, limits: TextLimits) -> None:
@@ -138,6 +135,7 @@ def numbers_of(params: SamplingParams) -> dict[str, Any]:
         "prompt_logprobs": params.prompt_logprobs,
         "cache_salt": params.cache_salt,
         "bypass_prefix_cache": bool(params.bypass_prefix_cache),
+        "priority": int(params.priority),
     }
 
 

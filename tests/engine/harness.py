@@ -38,6 +38,7 @@ class Bench:
         script: Script | None = None,
         runtime: RuntimeConfig | None = None,
         eviction: str | None = "lru",
+        policy: str = "fcfs",
     ) -> None:
         """`eviction` None: no prefix cache."""
         self.shape = shape or make_shape()
@@ -47,6 +48,7 @@ class Bench:
             max_num_seqs=self.shape.num_slots,
             max_num_batched_tokens=budget_tokens,
             max_num_chunks=self.shape.max_chunks,
+            policy=policy,
         )
         cache = CacheConfig(prefix_cache=False) if eviction is None else CacheConfig(prefix_cache_eviction=eviction)
         configs = (schedule, runtime or RuntimeConfig())

@@ -19,14 +19,14 @@ def make_lanes() -> list[Prompts]:
 
 def make_waiting(arrival: int, tokens: int, lane: int = -1, preempted: bool = False, passed: int = 0) -> Sequence:
     """A waiting sequence."""
-    sequence = Sequence.of(make_request(arrival, tokens, 9), arrival)
+    sequence = Sequence.of(make_request(arrival, tokens, 9), (0, arrival))
     sequence.lane, sequence.preemptions, sequence.passed = lane, int(preempted), passed
     return sequence
 
 
 def placed(lanes: list[Prompts]) -> list[list[int]]:
     """Arrivals of the admitted, by lane."""
-    return [[candidate.sequence.arrival for candidate in lane.candidates] for lane in lanes]
+    return [[candidate.sequence.rank[1] for candidate in lane.candidates] for lane in lanes]
 
 
 def offer_all(lanes: list[Prompts], *sequences: Sequence) -> int:

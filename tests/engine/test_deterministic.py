@@ -143,7 +143,7 @@ def test_the_oldest_prompts_share_holds_a_piece(budget: int, piece: int) -> None
     limits = Limits(budget, 4, 16, 100, buckets, deterministic=True)
     assert limits.piece_tokens(budget) == piece <= PIECE_TOKENS
     assert Limits(budget, 4, 16, 100, buckets).piece_tokens(budget) == 1
-    candidates = [Candidate(Sequence.of(make_request(i, 900, 1), i), i, 0, 900, 0) for i in range(2)]
+    candidates = [Candidate(Sequence.of(make_request(i, 900, 1), (0, i)), i, 0, 900, 0) for i in range(2)]
     share_budget(candidates, budget, 4, piece)
     given = [candidate.tokens for candidate in candidates]
     assert given[0] >= min(piece, budget) and sum(given) <= budget

@@ -71,7 +71,8 @@ def test_several_long_prompts_share_and_short_ones_pass() -> None:
 )
 def test_budget_shares(remaining: list[int], budget: int, chunks: int, given: list[int]) -> None:
     candidates = [
-        Candidate(Sequence.of(make_request(i, tokens, 1), i), i, 0, tokens, 0) for i, tokens in enumerate(remaining)
+        Candidate(Sequence.of(make_request(i, tokens, 1), (0, i)), i, 0, tokens, 0)
+        for i, tokens in enumerate(remaining)
     ]
     share_budget(candidates, 10_000, 8)  # what an earlier try gave does not count
     share_budget(candidates, budget, chunks)

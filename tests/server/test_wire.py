@@ -37,6 +37,7 @@ EVERY_FIELD: dict[str, Any] = {
     "detokenize": True,
     "cache_salt": "",
     "bypass_prefix_cache": True,
+    "priority": -3,
 }
 
 

@@ -30,9 +30,9 @@ def test_text_becomes_ids_and_ids_stay(tokenizer, limits):
 def test_numbers_reach_the_engine(tokenizer, limits):
     params = SamplingParams(
         temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.2,
-        frequency_penalty=0.3, logprobs=2, prompt_logprobs=1, min_tokens=3, stop=["x"],
+        frequency_penalty=0.3, logprobs=2, prompt_logprobs=1, min_tokens=3, stop=["x"], priority=4,
     )  # fmt: skip
-    (request,) = prepare([5], params, limits, tokenizer, priority=4).requests
+    (request,) = prepare([5], params, limits, tokenizer).requests
     given = (request.temperature, request.top_k, request.top_p, request.min_p, request.repetition_penalty)
     assert given == (0.5, 0, 0.9, 0.1, 1.1)
     assert (request.presence_penalty, request.frequency_penalty, request.logprobs, request.prompt_logprobs) == (
