@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.config import RuntimeConfig
 from jaxserve.engine.pages import pages_for
-from jaxserve.request import Finish
+from jaxserve.request import Finish, TokenRequest
 from tests.engine.harness import Bench, make_request
 from tests.fakes.runner import Row, hash_tokens, make_shape, next_token, solo_tokens
 
@@ -28,6 +28,8 @@ class Arrival:
     cancel_after: int | None  # iterations
     stops: bool
     prompt_logprobs: bool
+    family: int  # prompts of a family begin alike
+    salted: bool
 
 
 ARRIVALS = st.builds(
@@ -38,6 +40,8 @@ ARRIVALS = st.builds(
     cancel_after=st.none() | st.integers(0, 20),
     stops=st.booleans(),
     prompt_logprobs=st.booleans(),
+    family=st.integers(0, 3),
+    salted=st.booleans(),
 )
 
 
@@ -59,12 +63,14 @@ def drive(bench: Bench, arrivals: list[Arrival]) -> None:
             bench.cancel(*cancels.pop(bench.iterations, ()))
             bench.step()
         bench.submit(
-            make_request(
+            TokenRequest(
                 handle,
-                arrival.prompt_tokens,
+                make_request(arrival.family, arrival.prompt_tokens, 1).prompt_token_ids,
                 arrival.max_tokens,
+                seed=handle,
                 stop_token_ids=STOP_IDS if arrival.stops else (),
                 prompt_logprobs=1 if arrival.prompt_logprobs else None,
+                cache_salt="salt" if arrival.salted else None,
             )
         )
         if arrival.cancel_after is not None:
@@ -85,6 +91,7 @@ def drive(bench: Bench, arrivals: list[Arrival]) -> None:
     budget_tokens=st.integers(8, 80),
     lanes=st.sampled_from([1, 2, 4]),
     deterministic=st.booleans(),
+    eviction=st.sampled_from([None, "lru", "lfu", "priority"]),
 )
 def test_any_traffic_gives_the_outputs_of_solo_runs(
     arrivals: list[Arrival],
@@ -95,10 +102,11 @@ def test_any_traffic_gives_the_outputs_of_solo_runs(
     budget_tokens: int,
     lanes: int,
     deterministic: bool,
+    eviction: str | None,
 ) -> None:
     shape = make_shape(num_slots, num_pages, page_size_tokens, 128, max_chunks, lanes=lanes)
     runtime = RuntimeConfig(mixed_buckets=(8, 80), deterministic=deterministic)
-    bench = Bench(shape, budget_tokens=budget_tokens, runtime=runtime)
+    bench = Bench(shape, budget_tokens=budget_tokens, runtime=runtime, eviction=eviction)
     drive(bench, arrivals)
     for handle, arrival in enumerate(arrivals):
         tokens, finish = expected(bench, handle)
@@ -151,7 +159,10 @@ def test_failures_at_any_step_end_some_and_harm_nobody_else(
 
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_b095_no_page_is_lost_over_5000_requests(lanes: int) -> None:
-    """B095: ends by stop id, length, cancel, a front's stop string and bad logits; a drain each 500 requests."""
+    """B095: ends by stop id, length, cancel, a front's stop string and bad logits; prompts begin alike.
+
+    After each 500 requests all is drained, and free and cached pages are all there are.
+    """
 
     def script(row: Row) -> int | np.ndarray:
         token = next_token(row.history, 1000)
@@ -168,7 +179,8 @@ def test_b095_no_page_is_lost_over_5000_requests(lanes: int) -> None:
             for handle in range(first, first + 10):
                 draw = hash_tokens(np.array([handle]))
                 stops = STOP_IDS if draw % 3 == 0 else ()
-                bench.submit(make_request(handle, 1 + draw % 40, 1 + draw // 64 % 8, stop_token_ids=stops))
+                prompt = make_request(draw // 512 % 7, 1 + draw % 40, 1).prompt_token_ids
+                bench.submit(TokenRequest(handle, prompt, 1 + draw // 64 % 8, seed=handle, stop_token_ids=stops))
                 if draw % 5 == 0:
                     reason = Finish.STOP if draw % 2 else Finish.CANCELLED
                     cancels.setdefault(bench.iterations + draw // 128 % 12, []).append((handle, reason))
