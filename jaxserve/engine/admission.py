@@ -5,6 +5,7 @@ Rule 3 of `schedule.py`; decides only, changes nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,6 +22,9 @@ from jaxserve.engine.sequence import Sequence, WaitingQueue
 
 SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
 PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
+WORTH_WAITING_TOKENS = (
+    256  # of a prompt that another one is writing: a step or two are shorter than computing them again
+)
 HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
 
 
@@ -101,6 +105,7 @@ class Prompts:
     passed: list[Sequence] = field(default_factory=list)
     pool: PagePool | None = None  # with the prefix cache to look into
     is_reclaiming: bool = False  # somebody is preempted in this step
+    writers: list[Sequence] = field(default_factory=list)  # admitted ones whose prompts are not all in the cache yet
 
     def room(self) -> tuple[int, int]:
         """Between lanes with equally many pages left: who need evict nothing, then who has evicted least."""
@@ -114,6 +119,18 @@ class Prompts:
             return 0
         most = limits.shared_pages(sequence)
         return whole_pages(self.pool.prefix.depth(sequence.keys[1 : most + 1]), 1, limits.granule_pages)
+
+    def coming_tokens(self, sequence: Sequence, depth: int, limits: Limits) -> int:
+        """Of its prompt behind so many pages, what another prompt is about to write."""
+        most, keys, found = limits.shared_pages(sequence), sequence.keys, depth
+        if self.pool is None or self.pool.prefix is None or len(keys) <= depth + 1 or sequence.wants_scores:
+            return 0
+        for writer in (*self.writers, *(one.sequence for one in self.candidates if one.slot < 0)):
+            pages = min(most, len(writer.keys) - 1, len(writer.token_ids) // limits.page_size_tokens)
+            if pages > found and writer.keys[depth + 1] == keys[depth + 1]:
+                others = bisect_left(range(1, pages + 1), True, key=lambda i, writer=writer: writer.keys[i] != keys[i])
+                found = max(found, others)
+        return (found - depth) * limits.page_size_tokens
 
     def match(self, sequence: Sequence, depth: int, limits: Limits) -> np.ndarray:
         """Those pages, int32: as far as the tokens are the same."""
@@ -170,7 +187,9 @@ def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
         candidates.append(Candidate(sequence, slot, start, len(sequence.token_ids) - start, owned))
     headroom_pages = min(len(rows.slot_D), max(1, limits.num_pages // HEADROOM_PART))
     spare_pages = rows.free_pages - promised_pages - headroom_pages
-    return Prompts(candidates, spare_pages, len(slots.free), pool=pool, is_reclaiming=bool(rows.preempt))
+    writers = [one for slot, one in lane.writers.items() if not (slot in rows.preempt or pool.closed_S[slot])]
+    about = {"pool": pool, "is_reclaiming": bool(rows.preempt), "writers": writers}
+    return Prompts(candidates, spare_pages, len(slots.free), **about)
 
 
 def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
@@ -186,6 +205,8 @@ def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
             best, best_depth, best_rank = part, depth, rank
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
+    if not is_barrier and best.coming_tokens(sequence, best_depth, limits) >= WORTH_WAITING_TOKENS:
+        return True  # it shares those when they are written: not for ever, as it then has more of its prompt
     tokens, need_pages = len(sequence.token_ids), needed_pages(sequence, limits)
     shared = NO_PAGES
     if best_depth and need_pages - best_depth <= best.spare_pages:

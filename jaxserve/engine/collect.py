@@ -78,6 +78,7 @@ def collect_pages(ledger: Ledger, lane: Lane, part: PackedLane) -> None:
             chunk.sequence.written_tokens = chunk.start + chunk.tokens
             ledger.keep(chunk.sequence)
             if chunk.is_last:
+                lane.writers.pop(chunk.slot, None)
                 lane.pool.prove(chunk.slot)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxserve.batch import Shape
 from jaxserve.engine.pages import PagePool
 from jaxserve.engine.prefix import PrefixCache
+from jaxserve.engine.sequence import Sequence
 from jaxserve.engine.slots import SlotTable
 
 
@@ -15,6 +16,7 @@ class Lane:
         """`eviction`: the rule of the prefix cache; None: there is none."""
         self.index = index
         self.slots = SlotTable(shape.num_slots)
+        self.writers: dict[int, Sequence] = {}  # by slot: whose prompts collected steps have not written to the end
         prefix = None if eviction is None else PrefixCache(shape.num_pages, shape.page_size_tokens, eviction)
         self.pool = PagePool(shape, prefix)
 

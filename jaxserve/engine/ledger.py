@@ -64,6 +64,7 @@ class Ledger:
         lane.pool.share(slot, shared, sequence.request.priority)
         cached_tokens = len(shared) * self.shape.page_size_tokens
         lane.slots.fill(slot, sequence, cached_tokens)
+        lane.writers[slot] = sequence
         if sequence.keys and not sequence.wants_scores and not sequence.preemptions:
             sequence.cached_tokens = cached_tokens
             self.prefix_query_tokens += sequence.num_prompt_tokens
@@ -121,6 +122,7 @@ class Ledger:
         outputs = lane.slots.outputs.of(slot).copy()
         written = self._written(sequence) if sequence.keys else None
         lane.pool.release(slot, int(lane.slots.last_step_S[slot]), written)
+        lane.writers.pop(slot, None)
         lane.slots.vacate(slot)
         if not self.deterministic:
             sequence.token_ids = np.concatenate((sequence.token_ids, outputs))
@@ -162,6 +164,7 @@ class Ledger:
             if reason is Finish.ERROR:
                 lane.pool.distrust(sequence.slot)
             lane.pool.release(sequence.slot, int(lane.slots.last_step_S[sequence.slot]), written)
+            lane.writers.pop(sequence.slot, None)
             lane.slots.vacate(sequence.slot)
         else:
             self.waiting.remove(sequence)
