@@ -20,6 +20,7 @@ from jaxserve.engine.sequence import Sequence, WaitingQueue
 
 SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
 PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
+AFFINITY = 8  # a lane may have so many pages less left for each page of a prompt that it has in its prefix cache
 HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
 
 
@@ -101,7 +102,7 @@ class Prompts:
     is_reclaiming: bool = False  # somebody is preempted in this step
 
     def room(self) -> tuple[int, int]:
-        """Between lanes with equally many pages left: who need evict nothing, then who has evicted least, goes first."""
+        """Between lanes of equal rank: who need evict nothing goes first, then who has evicted least."""
         if self.pool is None or self.pool.prefix is None:
             return 0, 0
         return self.pool.free_pages, -self.pool.prefix.evicted_pages
@@ -152,19 +153,19 @@ def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
 def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
     """Rule 3 for one waiting sequence, those before it have had theirs; False if nobody behind it may be admitted."""
     is_barrier, is_bound = sequence.is_barrier, sequence.lane >= 0
-    best, best_depth, best_rank = None, 0, (0, 0, 0)
+    tokens = len(sequence.token_ids)
+    fed_tokens = tokens + len(sequence.to_repeat)
+    need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
+    best, best_depth, best_rank = None, 0, (False, 0, 0, 0)
     for part in (prompts[sequence.lane],) if is_bound else prompts:
         if not part.free_slots or (part.has_barrier and not is_barrier):
             continue
         depth = part.depth(sequence, limits)
-        rank = (part.spare_pages + depth, *part.room())
+        rank = (need_pages <= part.spare_pages, part.spare_pages + AFFINITY * depth, *part.room())
         if best is None or rank > best_rank:
             best, best_depth, best_rank = part, depth, rank
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
-    tokens = len(sequence.token_ids)
-    fed_tokens = tokens + len(sequence.to_repeat)
-    need_pages = pages_for(min(fed_tokens + 1, sequence.limit_tokens - 1), limits.page_size_tokens)
     shared = NO_PAGES
     if best_depth and need_pages - best_depth <= best.spare_pages:
         shared = best.match(sequence, best_depth, limits)
