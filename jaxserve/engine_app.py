@@ -169,11 +169,8 @@ def prefix_cache_words(config: Config) -> str:
     """What is shared, for the start log."""
     if not config.cache.prefix_cache:
         return "off"
-    if config.runtime.deterministic:
-        return (
-            f"on ({config.cache.prefix_cache_eviction}); --deterministic: only prompts, {PIECE_TOKENS} tokens at a time"
-        )
-    return f"on ({config.cache.prefix_cache_eviction})"
+    limits = f"; --deterministic: prompts only, {PIECE_TOKENS} tokens at a time" if config.runtime.deterministic else ""
+    return f"on ({config.cache.prefix_cache_eviction}){limits}"
 
 
 def main() -> int:
