@@ -13,13 +13,14 @@ from pallas_kernels.dense_gemm.kernel import Tuning
 from pallas_kernels.device import Device
 from pallas_kernels.timing import Problem, Step, sets_needed
 
-# "dense_gemm COLUMNSxINNER mROWS": down of GLM-4-9B and of Llama-2-13B, and what XLA keeps
+# "dense_gemm COLUMNSxINNER mROWS": down of GLM-4-9B, Llama-2-13B, V2-Lite's first layer, and what XLA keeps
 CASE_IDS = (
     "dense_gemm 4096x13696 m1",
     "dense_gemm 4096x13696 m16",
     "dense_gemm 4096x13696 m64",
     "dense_gemm 5120x13824 m16",
     "dense_gemm 5120x13824 m64",
+    "dense_gemm 2048x10944 m16",
     "dense_gemm 13824x5120 m16",
     "dense_gemm 13824x5120 m64",
     "dense_gemm 27392x4096 m16",
@@ -62,10 +63,10 @@ def _parse(case_id: str) -> tuple[int, int, int]:
 
 def variants(problem: Problem, device: Device, every: bool) -> dict[str, Step]:
     """Named ways to run the op; `every`: other tunings of the kernel and the XLA form, else only what is chosen."""
-    _, _, T = _parse(problem.case_id)
+    _, K, T = _parse(problem.case_id)
     found = {"mosaic_gpu": _step(None)}
     if every:
-        chosen = mosaic_gpu.tuning_for(T)
+        chosen = mosaic_gpu.tuning_for(T, K)
         others = {
             "flight=96": mosaic_gpu.fitted(chosen, T, 96 << 10),
             "flight=192": mosaic_gpu.fitted(chosen, T, 192 << 10),

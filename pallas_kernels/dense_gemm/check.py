@@ -32,6 +32,7 @@ def checks(device: Device) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray,
         yield _check(DenseCase(f"m{rows}", rows, 1536, 2048, dtype="bfloat16"))
     for rows in (16, 64):
         yield _check(DenseCase(f"m{rows} 4096x13696", rows, 4096, 13696, dtype="bfloat16"))
+        yield _check(DenseCase(f"m{rows} 2048x10944", rows, 2048, 10944, dtype="bfloat16"))
         yield _check(DenseCase(f"m{rows} fp32", rows, 26624, 1024, dtype="bfloat16", out_dtype="float32"))
         for name, tuning in TUNINGS.items():
             yield _check(DenseCase(f"m{rows} {name}", rows, 2176, 1152, dtype="bfloat16"), tuning)

@@ -32,14 +32,14 @@ def why_not(shapes: DenseGemmShapes, device: Device) -> str | None:
         return f"there are {shapes.rows} rows, must be {MOST_ROWS} at most."
     if shapes.inner < LEAST_INNER:
         return f"the sums have {shapes.inner} terms, must have {LEAST_INNER} at least: XLA is as fast for fewer."
-    if shapes.inner % (2 * STEP) or shapes.columns % (2 * WIDTH):
-        return f"the weight is {shapes.columns} x {shapes.inner}, must be multiples of {2 * WIDTH} and {2 * STEP}."
+    if shapes.inner % STEP or shapes.columns % (2 * WIDTH):
+        return f"the weight is {shapes.columns} x {shapes.inner}, must be multiples of {2 * WIDTH} and {STEP}."
     return None
 
 
-def tuning_for(rows: int) -> Tuning:
+def tuning_for(rows: int, inner: int) -> Tuning:
     """Of many rows each tile leaves more partial sums, so tiles are narrow."""
-    return fitted(Tuning(sides=2 if rows <= 16 else 1), rows)
+    return fitted(Tuning(sides=2 if rows <= 16 else 1, step=STEP if inner % (2 * STEP) else 2 * STEP), rows)
 
 
 def fitted(tuning: Tuning, rows: int, flight_bytes: int = _FLIGHT_BYTES) -> Tuning:
@@ -80,7 +80,7 @@ def run(
     `interpret` runs the same kernel in the interpreter, on a CPU.
     """
     T, (N, K) = x_TK.shape[0], w_NK.shape
-    tuning = tuning or tuning_for(T)
+    tuning = tuning or tuning_for(T, K)
     shares = shares_for(tuning, N, K)
     missing = ((0, padded(T) - T), (0, 0))
     words = zero_words(jnp.resize(lengths_B, (max(_WORDS, shares.tiles * tuning.sides),)))
