@@ -21,6 +21,7 @@ import jax
 
 from checkpoints.source import ModelSource, open_model
 from jaxserve.config import Config, DeviceFacts, resolve
+from jaxserve.engine.admission import PIECE_TOKENS
 from jaxserve.engine.buckets import Buckets
 from jaxserve.engine.loop import Engine
 from jaxserve.errors import ConfigError, JaxserveError
@@ -161,6 +162,15 @@ def report_start(parts: EngineParts) -> None:
     log.info("start: %-10s %6.1f s", "in all", total_s)
     for op, implementation in parts.facts.implementations.items():
         log.info("kernel: %-12s %s", op, implementation)
+    log.info("prefix cache: %s", prefix_cache_words(parts.config))
+
+
+def prefix_cache_words(config: Config) -> str:
+    """What is shared, for the start log."""
+    if not config.cache.prefix_cache:
+        return "off"
+    limits = f"; --deterministic: prompts only, {PIECE_TOKENS} tokens at a time" if config.runtime.deterministic else ""
+    return f"on ({config.cache.prefix_cache_eviction}){limits}"
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ from pallas_kernels.device import Device, device_of
 # The ops that are measured, in this order; each has its modules `benchmark` and `check` in its folder. They are loaded
 # when asked for, so that one op can be measured while another does not import.
 OPS = (
+    "dense_gemm",
     "gqa_decode",
     "gqa_prefill",
     "grouped_gemm",

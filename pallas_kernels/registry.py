@@ -22,6 +22,10 @@ AUTO = "auto"
 # before the form that always fits once its checks have passed on a GPU and it was measured to be faster.
 TABLE: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
+        "dense_gemm": (
+            ("mosaic_gpu", "pallas_kernels.dense_gemm.mosaic_gpu"),
+            ("xla", "pallas_kernels.dense_gemm.xla"),
+        ),
         "gqa_decode": (
             ("mosaic_gpu", "pallas_kernels.gqa_decode.mosaic_gpu"),
             ("xla", "pallas_kernels.gqa_decode.xla"),

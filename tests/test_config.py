@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 
+from jaxserve.cli import build_parser, options_from
 from jaxserve.config import (
     Config,
     DeviceFacts,
@@ -42,6 +43,15 @@ def test_flat_options_land_in_their_parts() -> None:
     assert config.model.random_weights and config.server.port == 0
 
 
+def test_the_prefix_cache_is_on_and_goes_by_two_names() -> None:
+    assert config_from_options("m", {}).cache.prefix_cache
+    assert not config_from_options("m", {"enable_prefix_caching": False}).cache.prefix_cache
+    for flag in ("--no-prefix-cache", "--no-enable-prefix-caching"):
+        args = build_parser().parse_args(["serve", "m", flag, "--prefix-cache-eviction", "lfu"])
+        cache = config_from_options("m", options_from(args)).cache
+        assert (cache.prefix_cache, cache.prefix_cache_eviction) == (False, "lfu")
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -57,6 +67,7 @@ def test_flat_options_land_in_their_parts() -> None:
             {"tensor_parallel_size": 2, "data_parallel_size": 2},
             "--tensor-parallel-size x --expert-parallel-size x --data-parallel-size: got 2 x 1 x 2 = 4",
         ),
+        ({"prefix_cache_eviction": "mru"}, "--prefix-cache-eviction: got 'mru', allowed: one of lru, lfu, priority"),
         ({"block_size": 48}, "--block-size: got 48, allowed: 8, 16, 32, 64, 128"),
         ({"port": 70000}, "--port: got 70000, allowed: 0 to 65535"),
         ({"metrics_port": 70000}, "--metrics-port: got 70000, allowed: 0 to 65535"),

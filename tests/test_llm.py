@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
@@ -106,6 +108,57 @@ def test_b030_choices_differ_repeat_and_start_with_the_only_one(llm: LLM) -> Non
 def test_b047_more_choices_than_slots_run_in_waves(llm: LLM) -> None:
     (result,) = llm.generate("hello", SamplingParams(n=9, max_tokens=3, ignore_eos=True))
     assert [len(output.token_ids) for output in result.outputs] == [3] * 9
+
+
+def test_cached_pages_change_no_token_and_are_told(llm: LLM) -> None:
+    llm.flush_cache()
+    rng = np.random.default_rng(1)
+    ids = rng.integers(3, 460, 70).tolist()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    cold = llm.generate([ids], replace(params, bypass_prefix_cache=True))[0]
+    first, second = (llm.generate([ids], params)[0] for _ in range(2))
+    assert [output.num_cached_tokens for output in (cold, first, second)] == [0, 0, 64]
+    for output in (first, second):
+        assert output.outputs[0].token_ids == cold.outputs[0].token_ids
+        pairs = zip(output.outputs[0].logprobs, cold.outputs[0].logprobs, strict=True)
+        assert all(
+            mine[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
+            for mine, theirs in pairs
+            for token, entry in list(theirs.items())[:1]
+        )
+    choices = llm.generate([ids], replace(params, n=3))[0]
+    assert choices.num_cached_tokens == 64
+    assert all(output.token_ids == cold.outputs[0].token_ids for output in choices.outputs)
+
+
+def test_the_next_turn_finds_the_answer_of_the_last(llm: LLM) -> None:
+    llm.flush_cache()
+    history = np.random.default_rng(2).integers(3, 460, 20).tolist()
+    for turn in range(4):
+        params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+        answer = llm.generate([history], params)[0]
+        cold = llm.generate([history], replace(params, bypass_prefix_cache=True))[0]
+        assert answer.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert answer.num_cached_tokens == (len(history) - 6) // 16 * 16 if turn else not answer.num_cached_tokens
+        history += [*answer.outputs[0].token_ids, *range(5 + turn, 10 + turn)]
+
+
+def test_b002_salts_and_flushes_part_what_is_shared(llm: LLM) -> None:
+    ids = np.random.default_rng(3).integers(3, 460, 40).tolist()
+
+    def cached(**fields: object) -> int:
+        return llm.generate([{"prompt_token_ids": ids, **fields}], GREEDY)[0].num_cached_tokens
+
+    llm.flush_cache()
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="")] == [0, 32, 0, 0]
+    assert [cached(cache_salt="a"), cached(cache_salt=""), cached(cache_salt="b")] == [32, 32, 0]
+    stats = llm.stats()
+    llm.flush_cache()
+    assert [cached(), cached()] == [0, 32]
+    assert llm.stats().prefix_hit_tokens_total == stats.prefix_hit_tokens_total + 32
+    assert llm.stats().compilations_after_warmup_total == 0
+    with pytest.raises(InvalidRequest, match="cache_salt: got 5"):
+        cached(cache_salt=5)
 
 
 def test_stop_strings_end_the_request_and_free_its_slot(llm: LLM) -> None:

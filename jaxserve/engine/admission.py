@@ -22,9 +22,8 @@ from jaxserve.engine.sequence import Sequence, WaitingQueue
 
 SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
 PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
-WORTH_WAITING_TOKENS = (
-    256  # of a prompt that another one is writing: a step or two are shorter than computing them again
-)
+WORTH_WAITING_TOKENS = 256  # of a prompt, which another one is writing: computing them takes longer than the wait
+AFFINITY = 8  # a lane may have so many pages less left for each page of a prompt that it has in its prefix cache
 HEADROOM_PART = 16  # admission leaves at most this part of a pool free for decoding rows to grow into
 
 
@@ -108,7 +107,7 @@ class Prompts:
     writers: list[Sequence] = field(default_factory=list)  # admitted ones whose prompts are not all in the cache yet
 
     def room(self) -> tuple[int, int]:
-        """Between lanes with equally many pages left: who need evict nothing, then who has evicted least."""
+        """Between lanes of equal rank: who need evict nothing goes first, then who has evicted least."""
         if self.pool is None or self.pool.prefix is None:
             return 0, 0
         return self.pool.free_pages, -self.pool.prefix.evicted_pages
@@ -195,19 +194,19 @@ def admitted_prompts(limits: Limits, lane: Lane, rows: DecodeRows) -> Prompts:
 def offer(sequence: Sequence, limits: Limits, prompts: list[Prompts]) -> bool:
     """Rule 3 for one waiting sequence, those before it have had theirs; False if nobody behind it may be admitted."""
     is_barrier, is_bound = sequence.is_barrier, sequence.lane >= 0
-    best, best_depth, best_rank = None, 0, (0, 0, 0)
+    tokens, need_pages = len(sequence.token_ids), needed_pages(sequence, limits)
+    best, best_depth, best_rank = None, 0, (False, 0, 0, 0)
     for part in (prompts[sequence.lane],) if is_bound else prompts:
         if not part.free_slots or (part.has_barrier and not is_barrier):
             continue
         depth = part.depth(sequence, limits)
-        rank = (part.spare_pages + depth, *part.room())
+        rank = (need_pages <= part.spare_pages, part.spare_pages + AFFINITY * depth, *part.room())
         if best is None or rank > best_rank:
             best, best_depth, best_rank = part, depth, rank
     if best is None:
         return is_bound and any(part.free_slots for part in prompts)
     if not is_barrier and best.coming_tokens(sequence, best_depth, limits) >= WORTH_WAITING_TOKENS:
         return True  # it shares those when they are written: not for ever, as it then has more of its prompt
-    tokens, need_pages = len(sequence.token_ids), needed_pages(sequence, limits)
     shared = NO_PAGES
     if best_depth and need_pages - best_depth <= best.spare_pages:
         shared = best.match(sequence, best_depth, limits)

@@ -9,11 +9,12 @@ by the policy (`policy.py`), which is the order of arrival if nothing else is as
    goes to the oldest prompt first, the other half to the shortest remainder first: a long prompt always advances, and
    a short one never waits for its end.
 3. A waiting sequence is admitted with its first chunk, if pages for its whole prompt are available beside what admitted
-   prompts still need and some headroom for decoding, in the lane that has the most left then: lanes stay balanced by
-   tokens. Pages of the prefix cache that hold the start of its prompt are shared, and only the rest is computed, at
-   least one token; while another prompt is writing much of that rest, as with the choices of one request, it waits.
-   Smaller ones may pass one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane; nobody passes one
-   that was preempted in its lane, to which it returns.
+   prompts still need and some headroom for decoding. Pages of the prefix cache that hold the start of its prompt are
+   shared, and only the rest is computed, at least one token; while another prompt is writing much of that rest, as with
+   the choices of one request, it waits. It goes to the lane that has the most pages left, where each page it would
+   share counts AFFINITY times: lanes stay balanced by tokens, and conversations mostly in theirs. Smaller ones may pass
+   one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane; nobody passes one that was preempted in
+   its lane, to which it returns.
 4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work. A lane that has
    none runs other prompts in a scored step, as far as they go into its bucket.
 5. All lanes run one program in the smallest bucket that takes each of them.

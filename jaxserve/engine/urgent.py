@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.engine.admission import DecodeRows, Limits, admitted_prompts, needed_pages
+from jaxserve.engine.admission import DecodeRows, Limits, admitted_prompts, needed_pages, pages_taken
 from jaxserve.engine.lane import Lane
-from jaxserve.engine.pages import Reclaim, pages_for
+from jaxserve.engine.pages import NO_PAGES, Reclaim, pages_for
 from jaxserve.engine.sequence import Sequence, WaitingQueue
 
 
@@ -40,7 +40,10 @@ def make_room(
         if first.lane not in (-1, lane.index):
             continue
         prompts = admitted_prompts(limits, lane, part)
-        need_pages = needed_pages(first, limits) - prompts.depth(first, limits)
+        depth = prompts.depth(first, limits)
+        shared = prompts.match(first, depth, limits) if depth else NO_PAGES
+        taken = pages_taken(prompts.pool, shared, prompts.is_reclaiming)
+        need_pages = needed_pages(first, limits) - len(shared) + taken
 
         def fits(later: DecodeRows, slots: int, lane: Lane = lane, need_pages: int = need_pages) -> bool:
             return slots > 0 and need_pages <= admitted_prompts(limits, lane, later).spare_pages

@@ -68,7 +68,7 @@ class MoeMlp(nnx.Module):
         routed, dtype = self.routed(x_TD, paged), x_TD.dtype
         if self.shared is None:
             return add_up(routed, self.axes, dtype)
-        shared = self.shared.partial(x_TD)
+        shared = self.shared.partial(x_TD, paged)
         if self.shared.axes == self.axes:
             return add_up(routed + shared, self.axes, dtype)
         return add_up(routed, self.axes, dtype) + add_up(shared, self.shared.axes, dtype)

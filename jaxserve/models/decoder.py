@@ -82,7 +82,7 @@ class Layer(nnx.Module):
         mixed, cache = self.attention(self.attention_norm(x_TD), cos_sin, cache, paged)
         x_TD = x_TD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed, jnp.float32))
         normed = self.mlp_norm(x_TD)
-        fed = self.mlp(normed, paged) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
+        fed = self.mlp(normed, paged)
         return x_TD + (fed if self.mlp_post_norm is None else self.mlp_post_norm(fed, jnp.float32)), cache
 
 

@@ -9,6 +9,7 @@ from jaxserve.layers.mla import MlaSpec
 from jaxserve.layers.moe import MoeSpec
 from jaxserve.mesh import Placement
 from jaxserve.models.spec import ModelSpec
+from pallas_kernels.dense_gemm.contract import DenseGemmShapes
 from pallas_kernels.gqa_decode.contract import GqaDecodeShapes
 from pallas_kernels.gqa_prefill.contract import GqaPrefillShapes
 from pallas_kernels.grouped_gemm.contract import GroupedGemmShapes
@@ -38,6 +39,9 @@ def op_shapes(spec: ModelSpec, placement: Placement, sizes: StepSizes) -> dict[s
     found = gqa_ops(attention, placement, sizes) if isinstance(attention, GqaSpec) else {}
     if isinstance(attention, MlaSpec):
         found = mla_ops(attention, placement, sizes)
+    if spec.moe is None or spec.first_dense:
+        width = spec.mlp_width // placement.size(placement.axes("mlp", spec.mlp_width))
+        found["dense_gemm"] = DenseGemmShapes(sizes.rows, width, spec.hidden_size, sizes.dtype, "float32")
     if spec.moe:
         found |= moe_ops(spec.moe, spec.hidden_size, placement, sizes)
     if not placement.axes("vocab", spec.vocab_size):  # where it is cut, the runtime draws by itself

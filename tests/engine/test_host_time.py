@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.batch import Batch, Install, StepOut
-from jaxserve.config import RuntimeConfig, ScheduleConfig
+from jaxserve.config import CacheConfig, RuntimeConfig, ScheduleConfig
 from jaxserve.engine.loop import Engine
 from tests.engine.harness import make_request
 from tests.fakes.runner import make_shape
@@ -48,7 +48,8 @@ def steady_engine(rows: int, page_size_tokens: int = 64, lanes: int = 1) -> Engi
     num_pages = 256 * 8192 // page_size_tokens
     shape = make_shape(256, num_pages, page_size_tokens, max_model_len=8192, max_chunks=16, lanes=lanes)
     schedule = ScheduleConfig(max_num_seqs=256, max_num_batched_tokens=4096)
-    engine = Engine(schedule, RuntimeConfig(), shape, NullRunner(lanes, 256), lambda batch: None)
+    runner = NullRunner(lanes, 256)
+    engine = Engine(schedule, RuntimeConfig(), shape, runner, lambda batch: None, cache=CacheConfig())
     engine.submit([make_request(handle, 100, 8000, stop_token_ids=(1, 2)) for handle in range(rows * lanes)])
     while not engine.step_count or engine.ledger.waiting or any(lane.slots.prefilling for lane in engine.ledger.lanes):
         engine.step()

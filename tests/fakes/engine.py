@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxserve.errors import JaxserveError
-from jaxserve.request import Cancel, EngineStats, EventBatch, Finish, Logprobs, TokenRequest
+from jaxserve.request import Cancel, EngineStats, EventBatch, Finish, FlushCache, Logprobs, TokenRequest, Work
 from jaxserve.server.link import EngineFacts, EngineSide
 
 type Script = Callable[[TokenRequest, int], int]  # the request and how many tokens it has -> the next token
@@ -56,14 +56,17 @@ class ScriptedEngine:
     waiting: dict[int, TokenRequest] = field(default_factory=dict)
     cancels: list[Cancel] = field(default_factory=list)
     requests_seen: int = 0
+    flushes: list[int] = field(default_factory=list)  # how many requests had come before each
     steps: int = 0
     failing: dict[int, str] = field(default_factory=dict)  # by first prompt token: the request fails with this sentence
 
-    def submit(self, items: Sequence[TokenRequest | Cancel]) -> None:
+    def submit(self, items: Sequence[Work]) -> None:
         """Take work in."""
         for item in items:
             if isinstance(item, Cancel):
                 self.cancels.append(item)
+            elif isinstance(item, FlushCache):
+                self.flushes.append(self.requests_seen)
             else:
                 assert item.handle not in self.live and item.handle not in self.waiting, "a handle was used twice"
                 self.requests_seen += 1
@@ -186,7 +189,7 @@ def run_engine(
         side.close()
         return
     threading.Event().wait(start_s)  # compiling: nothing can interrupt it
-    inbox: queue.SimpleQueue[list[TokenRequest | Cancel]] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[Work]] = queue.SimpleQueue()
     stop = threading.Event()
     engine = ScriptedEngine()
     side.ready(FACTS, inbox.put, engine.stats, stop.set)

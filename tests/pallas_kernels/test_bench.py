@@ -37,7 +37,7 @@ def test_records_by_case_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["softmax"], "there is no op 'softmax', must be one of gqa_decode, gqa_prefill, "),
+        (["softmax"], "there is no op 'softmax', must be one of dense_gemm, gqa_decode, "),
         ([""], "there is no op '', must be one of "),
         (["mla_decode h7"], "there is no case 'mla_decode h7', must be 'mla_decode' for all, or like 'mla_decode h"),
         ([SMALL, "--loops", "0"], "--loops is 0, must be 1 or more."),

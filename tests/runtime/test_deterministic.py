@@ -108,6 +108,28 @@ def test_b066_a_preempted_sequence_goes_on_to_the_bit(name: str) -> None:
     tight.runner.close()
 
 
+@pytest.mark.parametrize("name", ["MLA and experts", "GQA"])
+def test_b066_cached_pages_change_no_bit(name: str) -> None:
+    """A prompt of two pieces alone, again while others run, as the start of a longer one, and preempted."""
+    if name in MODELS:
+        tiny = server(MODELS[name], num_pages=60)
+    else:
+        tiny = TinyServer(60, dtype="bfloat16", deterministic=True, max_position_embeddings=640)
+    ids = prompt(30, 300)
+
+    def mine(tail: list[int]) -> TokenRequest:
+        return tiny.request(ids + tail, 12, logprobs=4, temperature=0.8, seed=5)
+
+    tails: list[list[int]] = [[], [], prompt(31, 40)]
+    cold = [bits(tiny.run([mine(tail)])[0]) for tail in tails]
+    assert tiny.stats.prefix_hit_tokens_total == 0
+    others, steps = company(tiny, 5, 4)
+    results = tiny.run([*map(mine, tails), *others], at_steps=[0, 20, 23, *[step + 10 for step in steps]])
+    assert [result.cached_tokens for result in results[:3]] == [0, 256, 256]
+    assert [bits(result) for result in results[:3]] == cold
+    tiny.runner.close()
+
+
 def test_b064_five_rounds_of_48_requests_are_one() -> None:
     for seqs in (8, 44):
         tiny = server(MODELS["MLA and experts"], seqs=seqs, num_pages=400)

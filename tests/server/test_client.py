@@ -135,6 +135,16 @@ def test_the_server_is_described(client: Client) -> None:
     assert client.load().total_pages == 1024
 
 
+def test_a_flush_and_a_requests_word_on_the_cache(client: Client, server: Serving) -> None:
+    client.flush_cache()
+    client.generate([7], SamplingParams(max_tokens=2, cache_salt="mine", bypass_prefix_cache=True))
+    assert server.engine.flushes == [0]
+    with pytest.raises(InvalidRequest, match="cache_salt: got 'xxx.*, allowed: a text of at most 256 characters"):
+        client.generate([7], SamplingParams(cache_salt="x" * 257))
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        client.generate([7], SamplingParams(cache_salt="\ud800"))
+
+
 def test_abort_and_drain(client: Client) -> None:
     stream = client.stream([7], SamplingParams(max_tokens=500), request_id="mine")
     first = next(stream)

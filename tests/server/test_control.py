@@ -106,6 +106,22 @@ async def test_abort_ends_one_stream_with_what_is_there(text: TextParts) -> None
         assert (error.code(), "request_id" in (error.details() or "")) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+async def test_a_flush_takes_its_turn_among_requests(text: TextParts) -> None:
+    async with serving(text) as server:
+        live = server.inference.Generate(request([7], max_tokens=50))
+        await live.read()
+        await server.control.FlushCache(control_pb.FlushCacheRequest())
+        assert (await joined(server.inference.Generate(request([8], max_tokens=2))))[1] == [8, 8]
+        assert len((await joined(live))[1]) == 49
+        assert server.engine.flushes == [1]
+
+
+async def test_a_flush_needs_an_engine(text: TextParts) -> None:
+    async with serving(text, ready=False) as server:
+        error = await refused(server.control.FlushCache(control_pb.FlushCacheRequest()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_drain_refuses_new_requests_and_waits_for_the_live_ones(text: TextParts) -> None:
     async with serving(text) as server:
         live = server.inference.Generate(request([7], max_tokens=50))

@@ -123,6 +123,7 @@ def test_the_page_shows_the_engines_stats() -> None:
     metrics.stats = EngineStats(
         running_requests=3, waiting_requests=2, total_pages=10, live_pages=4, cached_pages=1, free_pages=5,
         prompt_tokens_total=70, generation_tokens_total=30, compilations_after_warmup_total=1,
+        prefix_query_tokens_total=60, prefix_hit_tokens_total=48, evicted_pages_total=2,
     )  # fmt: skip
     endpoint = MetricsEndpoint(metrics, 0)
     try:
@@ -139,6 +140,9 @@ def test_the_page_shows_the_engines_stats() -> None:
         'jaxserve:cache_pages_free{model_name="m"} 5.0',
         'jaxserve:prompt_tokens_total{model_name="m"} 70.0',
         'jaxserve:generation_tokens_total{model_name="m"} 30.0',
+        'jaxserve:prefix_cache_queries_total{model_name="m"} 60.0',
+        'jaxserve:prefix_cache_hits_total{model_name="m"} 48.0',
+        'jaxserve:prefix_cache_evictions_total{model_name="m"} 2.0',
         'jaxserve:compilations_after_warmup_total{model_name="m"} 1.0',
         'jaxserve:request_success_total{finished_reason="stop",model_name="m"} 0.0',
     ):
