@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.batch import Batch, Install, Layout, Program, Shape, StepOut
+from jaxserve.batch import Batch, Bucket, Install, Layout, Program, Shape, StepOut
 from jaxserve.config import CacheConfig, RuntimeConfig, ScheduleConfig
 from jaxserve.engine.loop import Engine
 from jaxserve.engine.pages import pages_for
@@ -30,6 +30,7 @@ class RandomRunner:
     def __init__(self, shape: Shape, seed: int = 0) -> None:
         self._shape, self._rng = shape, np.random.default_rng(seed)
         self._out: list[StepOut] = []
+        self._rows: dict[Bucket, int] = {}  # sampled ones; made once, as its time would be the engine's here
         self.elapsed_s = 0.0
 
     def install(self, installs: list[Install]) -> None:
@@ -37,8 +38,9 @@ class RandomRunner:
 
     def dispatch(self, batch: Batch) -> RandomRunner:
         """Nothing to run."""
-        rows = Layout(batch.bucket, self._shape).sampled_rows
-        size = (self._shape.lanes, rows)
+        if batch.bucket not in self._rows:
+            self._rows[batch.bucket] = Layout(batch.bucket, self._shape).sampled_rows
+        size = (self._shape.lanes, self._rows[batch.bucket])
         tokens = self._rng.integers(0, self._shape.vocab_size, size).astype(np.int32)
         self._out.append(StepOut(tokens, np.zeros(size, bool)))
         prompts = 0 if batch.bucket.program is Program.DECODE else batch.bucket.rows
