@@ -32,11 +32,12 @@ def test_shared_prompts_give_the_ids_of_unshared_ones(lanes: TinyServer) -> None
     prompts += [*prompts, *(ids + prompt(4, 9) for ids in prompts)]
     wanted = {tuple(ids): greedy(lanes.spec, weights, ids, 10) for ids in prompts}
     at_steps = [*(6 * i for i in range(4)), 40, 40, 41, 42, *(60 + i for i in range(4))]
+    before = lanes.runner.compilations_after_warmup  # other tests of this process compile, too
     results = lanes.run([lanes.request(ids, 10) for ids in prompts], at_steps=at_steps)
     for ids, result in zip(prompts, results, strict=True):
         assert result.token_ids == wanted[tuple(ids)]
     assert [result.cached_tokens for result in results[4:]] == [64, 64, 32, 16, 64, 64, 32, 16]
-    assert lanes.runner.compilations_after_warmup == 0
+    assert lanes.runner.compilations_after_warmup == before
 
 
 def test_b008_evicted_pages_are_nobodys(tiny: TinyServer) -> None:

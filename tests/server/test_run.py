@@ -108,10 +108,10 @@ async def test_requests_travel_to_the_other_process_and_back(text: TextParts) ->
 async def test_a_signal_lets_live_requests_finish(text: TextParts) -> None:
     async with running(text) as run, stub(run.address) as client:
         call = client.Generate(request([7], max_tokens=200))
-        await call.read()
+        first = await call.read()  # of one token, or of a few where the machine is busy
         os.kill(os.getpid(), signal.SIGINT)
         await run.said("waiting for 1 live requests")
-        assert len((await joined(call))[1]) == 199
+        assert len((await joined(call))[1]) == 200 - len(first.choices[0].token_ids)
         assert await run.exit_codes() == (0, 0)
 
 
