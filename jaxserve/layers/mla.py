@@ -19,6 +19,7 @@ from jaxserve.layers.linear import add_up, contract, parameter, project
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import RopeSpec
+from jaxserve.layers.rows import Rows
 from jaxserve.mesh import Placement
 
 
@@ -76,7 +77,7 @@ class MlaAttention(nnx.Module):
         self.out = parameter((hidden, heads, spec.value_dim), ("embed", "heads", None), dtype)
 
     def __call__(
-        self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged
+        self, x_TD: jax.Array, cos_sin: tuple[jax.Array, jax.Array], cache: Cache, paged: Paged | Rows
     ) -> tuple[jax.Array, Cache]:
         """x [T, D] -> (float32 [T, D], the layer's cache with this step's latents)."""
         spec = self.spec
@@ -88,16 +89,22 @@ class MlaAttention(nnx.Module):
         part_TD = contract(mixed_THV, self.out[...], 2, jnp.float32)
         return add_up(part_TD, self.axes, x_TD.dtype), cache
 
-    def attend(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:
-        """Causal attention of every packed row over its sequence's pages: [T, H, V]."""
+    def attend(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged | Rows) -> jax.Array:
+        """Causal attention of every packed row over its sequence: [T, H, V]."""
+        if isinstance(paged, Rows):
+            return self.expanded(plain_THE, turned_THE, cache, paged)
         rows = paged.length_B.shape[0]
         decoded = self.absorbed(plain_THE[:rows], turned_THE[:rows], cache, paged)
         if paged.chunks is None:
             return decoded
-        q_THE = jnp.concatenate((plain_THE, turned_THE), axis=2)
-        expanded = paged.prefill_latent(q_THE, cache, self.key_up[...], self.value_up[...], self.spec.scale)
+        expanded = self.expanded(plain_THE, turned_THE, cache, paged)
         is_decode = (paged.length_B > 0)[:, None, None]
         return expanded.at[:rows].set(jnp.where(is_decode, decoded, expanded[:rows]))
+
+    def expanded(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged | Rows) -> jax.Array:
+        """Attention with each head's keys and values made from the latents: [T, H, V]."""
+        q_THE = jnp.concatenate((plain_THE, turned_THE), axis=2)
+        return paged.prefill_latent(q_THE, cache, self.key_up[...], self.value_up[...], self.spec.scale)
 
     def absorbed(self, plain_BHE: jax.Array, turned_BHE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:
         """Attention of the decode rows over the latents themselves: [B, H, V]."""

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxserve.layers.linear import add_up, parameter, project
 from jaxserve.layers.paged import Paged
+from jaxserve.layers.rows import Rows
 from jaxserve.mesh import Placement
 
 
@@ -19,11 +20,11 @@ class GatedMlp(nnx.Module):
         self.gate_up = parameter((2, width, hidden), (None, "mlp", "embed"), dtype)
         self.down = parameter((hidden, width), ("embed", "mlp"), dtype)
 
-    def __call__(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, paged: Paged | Rows) -> jax.Array:
         """[T, D] -> float32 [T, D]."""
         return add_up(self.partial(x_TD, paged), self.axes, x_TD.dtype)
 
-    def partial(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+    def partial(self, x_TD: jax.Array, paged: Paged | Rows) -> jax.Array:
         """This device's part of the sum over `axes`, float32."""
         # In bfloat16 XLA would round the exponential, one plus it, its inverse, and both products.
         both = project(x_TD, self.gate_up[...]).astype(jnp.float32)

@@ -17,9 +17,9 @@ from flax import nnx
 from jaxserve.layers.linear import add_up, contract, parameter
 from jaxserve.layers.mlp import GatedMlp
 from jaxserve.layers.paged import Paged
+from jaxserve.layers.rows import Rows
 from jaxserve.mesh import Placement, index
-from pallas_kernels.grouped_gemm.contract import down, gate_up
-from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route
+from pallas_kernels.moe_route.contract import RouteRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class MoeMlp(nnx.Module):
         has_module = spec.shared_width > 0 and not shared
         self.shared = GatedMlp(hidden, spec.shared_width, dtype, placement) if has_module else None
 
-    def __call__(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, paged: Paged | Rows) -> jax.Array:
         """[T, D] -> float32 [T, D]."""
         routed, dtype = self.routed(x_TD, paged), x_TD.dtype
         if self.shared is None:
@@ -73,15 +73,12 @@ class MoeMlp(nnx.Module):
             return add_up(routed + shared, self.axes, dtype)
         return add_up(routed, self.axes, dtype) + add_up(shared, self.shared.axes, dtype)
 
-    def routed(self, x_TD: jax.Array, paged: Paged) -> jax.Array:
+    def routed(self, x_TD: jax.Array, paged: Paged | Rows) -> jax.Array:
         """This device's part of the sum of the experts in its arrays, float32. Rows of padding go to no routed expert,
         whose weights they would have read for nothing."""
-        device = paged.device
         logits_TX = contract(x_TD.astype(jnp.float32), self.router[...], 1)
         bias_X = None if self.router_bias is None else self.router_bias[...]
         own = {"first": index(self.expert_axes) * self.local_experts, "count": self.local_experts}
+        weights = (self.experts_gate_up[...], self.experts_down[...])
         shared = self.spec.grouped_shared
-        routed = moe_route(logits_TX, bias_X, paged.live_T, self.spec.rule, **own, shared=shared, device=device)
-        h_AF = gate_up(x_TD, routed.row_A, self.experts_gate_up[...], routed.size_X, device=device)
-        y_AD = down(h_AF, self.experts_down[...], routed.size_X, routed.weight_A, device=device)
-        return combine(y_AD, routed.place_TJ, dtype=jnp.float32)
+        return paged.mix_experts(x_TD, logits_TX, bias_X, *weights, rule=self.spec.rule, shared=shared, **own)

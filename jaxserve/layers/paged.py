@@ -14,10 +14,12 @@ from pallas_kernels.dense_gemm.contract import dense_gemm
 from pallas_kernels.device import Device
 from pallas_kernels.gqa_decode.contract import gqa_decode
 from pallas_kernels.gqa_prefill.contract import gqa_prefill
+from pallas_kernels.grouped_gemm.contract import down, gate_up
 from pallas_kernels.kv_write.contract import QkNorm, kv_write
 from pallas_kernels.latent_write.contract import latent_write
 from pallas_kernels.mla_decode.contract import mla_decode
 from pallas_kernels.mla_prefill.contract import mla_prefill
+from pallas_kernels.moe_route.contract import RouteRule, combine, moe_route
 from pallas_kernels.rotary import Rotary
 
 Cache = tuple[jax.Array, ...]  # of one layer: keys and values, or the latents
@@ -54,6 +56,27 @@ class Paged:
         if self.chunks is not None:  # the rows of a mixed step are XLA's, however few
             options["implementation"] = "xla"
         return dense_gemm(x_TK, w_NK, self.length_B, **options)
+
+    def mix_experts(
+        self,
+        x_TD: jax.Array,
+        logits_TX: jax.Array,
+        bias_X: jax.Array | None,
+        gate_up_X2FD: jax.Array,
+        down_XDF: jax.Array,
+        *,
+        rule: RouteRule,
+        first: jax.Array | int,
+        count: int,
+        shared: int,
+    ) -> jax.Array:
+        """float32 [T, D]: sum of weight_j * expert_j(x) over the chosen ones of this device's experts, in sorted rows
+        through grouped products. `first`, `count` and `shared`: see `moe_route`."""
+        own = {"first": first, "count": count, "shared": shared, "device": self.device}
+        routed = moe_route(logits_TX, bias_X, self.live_T, rule, **own)
+        h_AF = gate_up(x_TD, routed.row_A, gate_up_X2FD, routed.size_X, device=self.device)
+        y_AD = down(h_AF, down_XDF, routed.size_X, routed.weight_A, device=self.device)
+        return combine(y_AD, routed.place_TJ, dtype=jnp.float32)
 
     def write(
         self,

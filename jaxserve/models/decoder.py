@@ -19,6 +19,7 @@ from jaxserve.layers.moe import MoeMlp
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.layers.paged import Cache, Paged
 from jaxserve.layers.rope import angles
+from jaxserve.layers.rows import Rows
 from jaxserve.mesh import Placement, index, total
 from jaxserve.models.spec import ModelSpec
 
@@ -42,8 +43,9 @@ class Matrix(nnx.Module):
         return total(jnp.where(mine_T1, table.at[local_T].get(mode="clip"), 0), self.axes)
 
     def score(self, hidden_QD: jax.Array) -> jax.Array:
-        """float32 [Q, V]: the logits of this device's rows."""
-        return contract(hidden_QD, self.weight[...], 1, jnp.float32)
+        """float32 [Q, V]: the logits of this device's rows. Training keeps the matrix in float32 whatever the model's
+        dtype is, since a lookup's gradient adds up thousands of tokens."""
+        return contract(hidden_QD, self.weight[...].astype(hidden_QD.dtype), 1, jnp.float32)
 
 
 def attention_module(
@@ -77,7 +79,7 @@ class Layer(nnx.Module):
             self.mlp = GatedMlp(hidden, spec.mlp_width, dtype, placement)
         self.mlp_post_norm = norm() if spec.post_norms else None
 
-    def __call__(self, x_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged) -> tuple[jax.Array, Cache]:
+    def __call__(self, x_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged | Rows) -> tuple[jax.Array, Cache]:
         """x, float32 [T, D] -> the same, and the layer's cache."""
         mixed, cache = self.attention(self.attention_norm(x_TD), cos_sin, cache, paged)
         x_TD = x_TD + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed, jnp.float32))
@@ -99,7 +101,7 @@ class Mtp(nnx.Module):
         self.norm = RmsNorm(hidden, spec.rms_eps, dtype)
 
     def __call__(
-        self, hidden_TD: jax.Array, next_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged
+        self, hidden_TD: jax.Array, next_TD: jax.Array, cos_sin: Angles, cache: Cache, paged: Paged | Rows
     ) -> tuple[jax.Array, Cache]:
         """hidden: the decoder's normed output at each token; next: the embedding of the token that follows."""
         both = jnp.concatenate((self.embed_norm(next_TD), self.hidden_norm(hidden_TD)), axis=1)
@@ -126,7 +128,7 @@ class Decoder(nnx.Module):
         self.mtp = nnx.List([Mtp(spec, spec.is_moe(i), dtype, placement) for i in extra])
 
     def __call__(
-        self, token_T: jax.Array, position_T: jax.Array, caches: Sequence[Cache], paged: Paged
+        self, token_T: jax.Array, position_T: jax.Array, caches: Sequence[Cache], paged: Paged | Rows
     ) -> tuple[jax.Array, list[Cache]]:
         """Tokens int32 [T] at positions int32 [T] -> (normed hidden states [T, D] in the model's dtype, caches in the
         order received). Between layers they are float32."""
