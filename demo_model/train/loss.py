@@ -1,4 +1,4 @@
-"""Takes rows of token ids; gives the model's losses on them: the next token's, and the one after it by the MTP layer."""
+"""Takes rows of token ids; gives the losses on them: the next token's, and the one after it by the MTP layer."""
 
 from __future__ import annotations
 
