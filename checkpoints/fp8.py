@@ -20,6 +20,7 @@ from jaxserve.errors import CheckpointError, ModelError
 
 FIELD = "quantization_config"
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = 448.0  # of e4m3
 SCALE_DTYPES = (*FLOATS, np.dtype(ml_dtypes.float8_e8m0fnu))
 VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)  # a table is faster than the dtype's own cast
 ROWS = 128  # dequantised at a time where no block says it
@@ -184,3 +185,17 @@ def dequantize(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | N
             factor = wide.reshape(-1, 1)[rows] if wide.size > 1 else wide.reshape(())
         np.multiply(VALUES[stored[rows]], factor, out=values[rows])
     return values
+
+
+def quantize(weight: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """weight float [out, in] -> e4m3 and float32 scales [ceil(out/rows), ceil(in/columns)], for `dequantize`.
+
+    A block's largest value becomes e4m3's (DeepSeek-V3, arXiv 2412.19437, 3.3.2); a block of zeros has scale 1.
+    """
+    out, columns = weight.shape
+    padded = np.pad(weight.astype(np.float32), [(0, -n % each) for n, each in zip(weight.shape, block, strict=True)])
+    blocks = padded.reshape(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    largest = np.abs(blocks).max(axis=(1, 3))
+    scale = np.where(largest > 0, largest / LARGEST, 1).astype(np.float32)
+    values = np.clip(blocks / scale[:, None, :, None], -LARGEST, LARGEST).reshape(padded.shape)
+    return values[:out, :columns].astype(FP8), scale

@@ -36,7 +36,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.batch_rows % self.part_rows:
-            raise ConfigError(f"--part-rows: got {self.part_rows}, allowed: what divides --batch-rows {self.batch_rows}")
+            raise ConfigError(
+                f"--part-rows: got {self.part_rows}, allowed: what divides --batch-rows {self.batch_rows}"
+            )
         if self.steps is None and self.minutes is None:
             raise ConfigError("--steps: got none, allowed: none only where --minutes is given")
         if self.steps is None and self.warmup_steps < FIRST_STEPS + MEASURED_STEPS:

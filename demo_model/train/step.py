@@ -62,7 +62,9 @@ class Trainer:
             found = self._losses(leaves, token_NC[row_I], count_NC[row_I])
             return found.total(rates.mtp_weight), found
 
-        def part(total: tuple[list[jax.Array], Losses], row_I: jax.Array) -> tuple[tuple[list[jax.Array], Losses], None]:
+        def part(
+            total: tuple[list[jax.Array], Losses], row_I: jax.Array
+        ) -> tuple[tuple[list[jax.Array], Losses], None]:
             gradients, found = jax.grad(loss, has_aux=True)(leaves, row_I)
             return jax.tree.map(jnp.add, total, ([g.astype(jnp.float32) for g in gradients], found)), None
 
@@ -77,7 +79,7 @@ class Trainer:
     ) -> tuple[list[jax.Array], optax.OptState, jax.Array]:
         """New weights and moments, and the norm of the gradient before it was clipped."""
         mean = [gradients[i] / parts for i in self.trained]
-        norm = optax.global_norm(mean)
+        norm = optax.tree.norm(mean)
         clipped = [g * jnp.minimum(1.0, self.options.clip_norm / (norm + 1e-6)) for g in mean]
         updates, moments = self.optimizer.update(clipped, state.moments, [state.weights[i] for i in self.trained])
         weights = list(state.weights)

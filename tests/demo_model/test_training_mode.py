@@ -91,7 +91,7 @@ def test_every_parameter_learns() -> None:
 
 
 def test_the_gradient_is_that_of_the_loss() -> None:
-    """Along one random direction, by differences of the loss in float32; all experts are chosen, as a choice that changes is a step."""
+    """Along one random direction, by differences of the loss; all experts are chosen, since a new choice is a step."""
     split, leaves = model(num_experts_per_tok=8, topk_group=4)
     row_IC = jnp.asarray([sum(documents(21, 11), [])], jnp.int32)
     loss = jax.jit(lambda leaves: losses(split.merge(leaves), row_IC, jnp.ones_like(row_IC), BOS).total(0.3))
