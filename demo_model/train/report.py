@@ -1,21 +1,15 @@
-"""Takes what a run measured; gives its JSON lines, a line on the screen now and then, and the curves as a picture."""
+"""Takes what a run measured; gives its JSON lines, and a line on the screen now and then."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
 from demo_model.train.loss import Losses
 from demo_model.train.step import Measured
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
 
 PRINTED_STEPS = 20
 
@@ -80,28 +74,3 @@ def short(name: str, value: Any) -> str:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def plot(lines: Sequence[dict[str, Any]], target: Path) -> None:
-    """Losses and the experts' balance over the tokens seen, PNG."""
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=(2, 1))
-    for kind in sorted({line["kind"] for line in lines}):
-        chosen = [line for line in lines if line["kind"] == kind]
-        for field, style in (("loss", "-"), ("mtp_loss", ":")):
-            points = [(line["step"], line[field]) for line in chosen if math.isfinite(line.get(field, math.nan))]
-            if points:
-                dots = {} if kind == "train" else {"marker": "o", "markersize": 3}
-                above.plot(*zip(*points, strict=True), style, label=f"{kind} {field}", linewidth=1, **dots)
-    steps = [line for line in lines if "load_max" in line]
-    for field in ("load_max", "load_min"):
-        below.plot([line["step"] for line in steps], [line[field] for line in steps], label=field, linewidth=1)
-    above.set_ylabel("nats a token")
-    below.set_ylabel("experts' load / mean, worst layer")
-    below.set_xlabel("step")
-    for part in (above, below):
-        part.grid(alpha=0.3)
-        if part.has_data():
-            part.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-    pyplot.close(figure)

@@ -14,7 +14,8 @@ import numpy as np
 from demo_model.train.data import TokenRows, by_kind, rows_of_step
 from demo_model.train.loss import Losses
 from demo_model.train.options import FIRST_STEPS, MEASURED_STEPS, Options
-from demo_model.train.report import Log, plot
+from demo_model.train.plot import plot
+from demo_model.train.report import Log
 from demo_model.train.schedule import rates
 from demo_model.train.state import TrainState, restore, save
 from demo_model.train.step import Measured, Trainer

@@ -15,6 +15,7 @@ from checkpoints.files import Kind
 from checkpoints.fp8 import dequantize, quantize
 from checkpoints.load import load_weights
 from checkpoints.names.families import name_table
+from checkpoints.readers.safetensors import SafetensorsReader
 from checkpoints.source import open_model, open_reader
 from demo_model.train.data import TokenRows, by_kind, get_rows, rows_of_step
 from demo_model.train.export import export_model
@@ -172,7 +173,7 @@ def test_an_fp8_export_is_near(
     weights, split, target = finished[1].weights, trainer.split, tmp_path / "fp8"
     export_model(split, weights, config_folder, target, fp8=True)
     reader = open_reader(target, Kind.HUGGING_FACE, dequantize=True)
-    stored = open_reader(target, Kind.HUGGING_FACE, dequantize=True)._reader.tensors
+    stored = SafetensorsReader(target).tensors
     assert stored["model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"].shape == (1, 1)
     assert stored["model.embed_tokens.weight"].dtype == "bfloat16"
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("jaxserve", "pallas_kernels", "checkpoints")
+PACKAGES = ("jaxserve", "pallas_kernels", "checkpoints", "demo_model")
 GENERATED = "jaxserve/v1/"
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

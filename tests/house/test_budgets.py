@@ -10,7 +10,7 @@ import pytest
 from jaxserve import config
 from tests.house import source
 
-ROOMS = source.python_files("jaxserve", "checkpoints", "scripts")
+ROOMS = source.python_files("jaxserve", "checkpoints", "demo_model", "scripts")
 KERNELS = source.python_files("pallas_kernels")
 TESTS = source.python_files("tests")
 
