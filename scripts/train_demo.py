@@ -2,7 +2,7 @@
 """Train the demo model of checkpoints/demo on one GPU, within some minutes, and export it.
 
     scripts/train_demo.py --minutes 9 --out out/demo            as many steps as fit; ends cleanly in time
-    scripts/train_demo.py --minutes 9 --out out/demo --resume   goes on with the state in out/demo, to the bit
+    scripts/train_demo.py --minutes 9 --out out/demo --resume   goes on with the state that is kept in out/demo
     scripts/train_demo.py --minutes 9 --out out/more --from-weights out/demo/bf16   a new schedule from these weights
     scripts/train_demo.py --tiny --out out/tiny                 a few small steps, on a CPU too
 

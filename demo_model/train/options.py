@@ -16,7 +16,7 @@ class Options:
 
     row_tokens: int = 1024
     batch_rows: int = 256  # of one step: 262,144 tokens
-    part_rows: int = 64  # computed at a time; gradients of the parts of a batch are added up
+    part_rows: int = 32  # computed at a time; gradients of the parts of a batch are added up
     steps: int | None = None  # of the whole schedule; None: as many as the minutes allow
     minutes: float | None = None  # from the process's start to its end
     closing_s: float = 30.0  # of them kept for the last validation and for saving

@@ -16,10 +16,12 @@ from demo_model.train.loss import Losses
 from demo_model.train.options import FIRST_STEPS, MEASURED_STEPS, Options
 from demo_model.train.plot import plot
 from demo_model.train.report import Log
-from demo_model.train.schedule import rates
+from demo_model.train.schedule import Rates, rates
 from demo_model.train.state import TrainState, restore, save
 from demo_model.train.step import Measured, Trainer
+from jaxserve.errors import ConfigError
 
+STEPS_SHARE = 0.95  # of the time that is left; validations and saved states take the rest
 IN_FLIGHT = 2  # steps that the host may be ahead of the device; reading a result waits for it
 Clock = Callable[[], float]
 
@@ -55,7 +57,7 @@ class Budget:
         """Of the whole schedule, once enough steps were timed: what fits into the time that is left."""
         if len(self.marks) < FIRST_STEPS + MEASURED_STEPS:
             return None
-        return step + max(1, int(self.left_s / self.step_s))
+        return step + max(1, int(STEPS_SHARE * self.left_s / self.step_s))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,12 +110,16 @@ def run(trainer: Trainer, weights: list[jax.Array], place: Place, started_s: flo
     return state
 
 
-def take(done: tuple[int, object, Measured], log: Log, budget: Budget, options: Options) -> None:
+def take(done: tuple[int, Rates, Measured], log: Log, budget: Budget, options: Options) -> None:
     """Wait for a step's results and log them."""
     step, given, measured = done
     jax.block_until_ready(measured)
     budget.done(step)
     tokens_per_s = options.batch_rows * options.row_tokens / budget.step_s if budget.step_s else 0.0
+    if not np.isfinite(float(measured.gradient_norm)):
+        raise ConfigError(
+            f"--rate: step {step} at {given.learning:.2g} has no finite gradient, allowed: a smaller rate"
+        )
     log.train(step, measured, learning_rate=float(given.learning), tokens_per_s=tokens_per_s, spent_s=budget.spent_s)
 
 
