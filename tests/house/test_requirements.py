@@ -47,8 +47,9 @@ def test_project_metadata_has_the_same_pins() -> None:
     (cuda,) = map(Requirement, project["optional-dependencies"]["cuda"])
     assert str(cuda.specifier) == f"=={runtime['jax']}" and cuda.extras == {"cuda13"}
     assert pins("cuda.txt")["jax-cuda13-plugin"] == runtime["jax"]
-    (bench,) = map(Requirement, project["optional-dependencies"]["bench"])
-    assert str(bench.specifier) == f"=={pins('bench.txt')[bench.name]}"
+    for extra in ("bench", "train"):
+        for requirement in map(Requirement, project["optional-dependencies"][extra]):
+            assert str(requirement.specifier) == f"=={pins('bench.txt')[requirement.name]}"
 
 
 @pytest.mark.parametrize("name", ["runtime.txt", "bench.txt", "test.txt"])
