@@ -28,7 +28,7 @@ class Options:
     clip_norm: float = 1.0
     mtp_weight: float = 0.3
     last_mtp_weight: float = 0.1  # in the last third of the steps
-    bias_rate: float = 1e-3  # of the router's bias; 0 in the last tenth of the steps
+    bias_rate: float = 3e-3  # of the router's bias, for a thousand steps or so; 0 in the last tenth of them
     seed: int = 1
     dtype: str = "bfloat16"  # of the computation; weights are kept in float32
     validate_steps: int = 100

@@ -78,7 +78,7 @@ def run(trainer: Trainer, weights: list[jax.Array], place: Place, started_s: flo
     options, state, step, steps = trainer.options, trainer.start(weights), 0, trainer.options.steps
     if resume:
         state, record = restore(place.folder, state)
-        step, steps = int(record["step"]), record["steps"]
+        step, steps = int(record["step"]), options.steps or record["steps"]
         print(f"resumed at step {step} of {steps}", flush=True)
     log = Log(place.folder / "log.jsonl", step)
     check = validation(trainer, place)

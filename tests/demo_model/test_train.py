@@ -239,7 +239,7 @@ def test_the_schedule() -> None:
     assert rates(60, 300, options).learning == pytest.approx(3e-3)
     assert rates(300, 300, options).learning == pytest.approx(0.02 * 3e-3)
     assert [float(rates(step, 300, options).mtp_weight) for step in (199, 200)] == pytest.approx([0.3, 0.1])
-    assert [float(rates(step, 300, options).bias) for step in (269, 270)] == pytest.approx([1e-3, 0])
+    assert [float(rates(step, 300, options).bias) for step in (269, 270)] == pytest.approx([3e-3, 0])
 
 
 def test_options_that_do_not_belong_together() -> None:
