@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.layers import moe
+from jaxserve.layers import paged
 from jaxserve.layers.paged import Cache
 from jaxserve.mesh import make_mesh
 from jaxserve.models.decoder import split_decoder
@@ -78,7 +78,7 @@ class Scored(Forward):
             chosen.append(experts(routed)[:, options["shared"] :])  # shared ones come first
             return routed
 
-        with mock.patch.object(moe, "moe_route", route):
+        with mock.patch.object(paged, "moe_route", route):
             kept, caches = super().forward(leaves, caches, columns, rows)
         none_T0 = jnp.zeros((rows.token_T.shape[0], 0), jnp.int32)
         return (*kept, jnp.concatenate([none_T0, *chosen], axis=1)), caches
