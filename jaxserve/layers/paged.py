@@ -49,14 +49,16 @@ class Groups:
     is_chunk_T: jax.Array  # bool: False for decode rows and padding
 
 
-def group_tokens(chunks: Chunks, tokens: int, size: int) -> Groups:
-    """Cut chunks among `tokens` packed rows into groups of `size`, from the end of each, so that all end full."""
-    count_R = -(-chunks.tokens_R // size)
+def group_chunks(chunks: Chunks, tokens: int, group_tokens: int) -> Groups:
+    """Cut chunks among `tokens` packed rows into groups of `group_tokens`, from the end of each, so that all end full."""
+    count_R = -(-chunks.tokens_R // group_tokens)
     end_R = jnp.cumsum(count_R, dtype=jnp.int32)
-    group_G = jnp.arange(tokens // size + len(count_R), dtype=jnp.int32)  # no fewer than all chunks need together
+    group_G = jnp.arange(
+        tokens // group_tokens + len(count_R), dtype=jnp.int32
+    )  # no fewer than all chunks need together
     chunk_G = jnp.minimum(jnp.searchsorted(end_R, group_G, side="right"), len(count_R) - 1)
-    stop_G = chunks.tokens_R[chunk_G] - size * (end_R[chunk_G] - 1 - group_G)
-    first_G = chunks.start_R[chunk_G] + stop_G - size
+    stop_G = chunks.tokens_R[chunk_G] - group_tokens * (end_R[chunk_G] - 1 - group_G)
+    first_G = chunks.start_R[chunk_G] + stop_G - group_tokens
     token_T = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     inside_TR = (token_T >= chunks.start_R) & (token_T < chunks.start_R + chunks.tokens_R)
     chunk_T = jnp.argmax(inside_TR, axis=1)
@@ -64,9 +66,9 @@ def group_tokens(chunks: Chunks, tokens: int, size: int) -> Groups:
     return Groups(
         chunks.table_RM[chunk_G],
         jnp.where(group_G < end_R[-1], chunks.position_R[chunk_G] + stop_G, 0),
-        jnp.clip(first_G[:, None] + jnp.arange(size, dtype=jnp.int32), 0, tokens - 1),
-        end_R[chunk_T] - 1 - behind_T // size,
-        size - 1 - behind_T % size,
+        jnp.clip(first_G[:, None] + jnp.arange(group_tokens, dtype=jnp.int32), 0, tokens - 1),
+        end_R[chunk_T] - 1 - behind_T // group_tokens,
+        group_tokens - 1 - behind_T % group_tokens,
         inside_TR.any(axis=1),
     )
 

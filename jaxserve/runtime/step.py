@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.batch import Bucket, Layout, Program, Shape
-from jaxserve.layers.paged import Chunks, Paged, group_tokens
+from jaxserve.layers.paged import Chunks, Paged, group_chunks
 from jaxserve.models.decoder import Decoder, SplitDecoder
 from jaxserve.runtime.sample import Sampled, Scores, sample, sample_plain, score
 from jaxserve.runtime.state import SlotTables, State
@@ -131,7 +131,7 @@ def mixed(
         table_BM=table_SM[slot_T[:rows]],
         length_B=jnp.where(is_decode_B, position_T[:rows] + 1, 0),
         chunks=chunks,
-        groups=group_tokens(chunks, bucket.rows, MOST_TOKENS) if bucket.rows <= GROUPED_TOKENS else None,
+        groups=group_chunks(chunks, bucket.rows, MOST_TOKENS) if bucket.rows <= GROUPED_TOKENS else None,
         invariant=options.deterministic,
     )
     hidden_TD, caches = model(token_T, position_T, state.caches, paged)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.layers.mla import MlaAttention, MlaSpec
-from jaxserve.layers.paged import Chunks, Paged, group_tokens
+from jaxserve.layers.paged import Chunks, Paged, group_chunks
 from jaxserve.layers.rope import RopeSpec
 from jaxserve.mesh import Placement
 from pallas_kernels.device import device_of
@@ -35,7 +35,7 @@ layouts = st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda tok
 @given(layouts, st.integers(0, 3), st.integers(0, 500))
 def test_each_token_of_a_chunk_has_one_place_of_its_own(tokens: list[int], first: int, position: int) -> None:
     chunks = chunks_of(tokens, [position + n for n in range(len(tokens))], first, pages=4)
-    made = group_tokens(chunks, PACKED, SIZE)
+    made = group_chunks(chunks, PACKED, SIZE)
     groups = {field.name: np.asarray(getattr(made, field.name)) for field in fields(made)}
     seen = set()
     row = first
@@ -79,7 +79,7 @@ def test_absorbed_chunks_are_expanded_ones(tokens: list[int], positions: list[in
     paged = Paged(device, "auto", *places)
     plain, turned = (jnp.asarray(rng.normal(size=(PACKED, 3, dims)), jnp.float32) for dims in (16, 4))
     wanted = attention.attend(plain, turned, (jnp.asarray(cache),), paged)
-    grouped = replace(paged, groups=group_tokens(chunks, PACKED, SIZE))
+    grouped = replace(paged, groups=group_chunks(chunks, PACKED, SIZE))
     found = attention.attend(plain, turned, (jnp.asarray(cache),), grouped)
     live = 2 + sum(tokens)
     np.testing.assert_allclose(found[:live], wanted[:live], rtol=2e-5, atol=2e-5)
