@@ -50,7 +50,7 @@ class Groups:
 
 
 def group_chunks(chunks: Chunks, tokens: int, group_tokens: int) -> Groups:
-    """Cut chunks among `tokens` packed rows into groups of `group_tokens`, from the end of each, so that all end full."""
+    """Cut chunks among `tokens` packed rows into groups of `group_tokens`, from their ends, so that all end full."""
     count_R = -(-chunks.tokens_R // group_tokens)
     end_R = jnp.cumsum(count_R, dtype=jnp.int32)
     group_G = jnp.arange(
