@@ -3,7 +3,8 @@
 Per token and layer the cache holds the latent after its norm, then the rotated key part that all heads share. Rows that
 decode take the absorbed form: the up-projections are applied to query and output, and attention runs over the latents
 themselves. Chunks of prompts take the expanded form: latents become keys and values of each head. Both are the same
-function; which is cheaper depends on how many queries share a key.
+function; which is cheaper depends on how many queries share a key: a step of few tokens, as the rest of a prompt whose
+beginning is cached, takes the absorbed form for its chunks too.
 """
 
 from __future__ import annotations
@@ -94,25 +95,33 @@ class MlaAttention(nnx.Module):
         if isinstance(paged, Rows):
             return self.expanded(plain_THE, turned_THE, cache, paged)
         rows = paged.length_B.shape[0]
+        if paged.chunks is None or paged.groups is not None:
+            return self.absorbed(plain_THE, turned_THE, cache, paged)
         decoded = self.absorbed(plain_THE[:rows], turned_THE[:rows], cache, paged)
-        if paged.chunks is None:
-            return decoded
-        expanded = self.expanded(plain_THE, turned_THE, cache, paged)
-        is_decode = (paged.length_B > 0)[:, None, None]
-        return expanded.at[:rows].set(jnp.where(is_decode, decoded, expanded[:rows]))
+        return with_decoded(self.expanded(plain_THE, turned_THE, cache, paged), decoded, paged)
 
     def expanded(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged | Rows) -> jax.Array:
         """Attention with each head's keys and values made from the latents: [T, H, V]."""
         q_THE = jnp.concatenate((plain_THE, turned_THE), axis=2)
         return paged.prefill_latent(q_THE, cache, self.key_up[...], self.value_up[...], self.spec.scale)
 
-    def absorbed(self, plain_BHE: jax.Array, turned_BHE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:
-        """Attention of the decode rows over the latents themselves: [B, H, V]."""
-        q_BHR = per_head(plain_BHE, self.key_up[...], over=1)
-        u_BHR = paged.decode_latent(
-            jnp.concatenate((q_BHR, turned_BHE), axis=2), cache, self.spec.rank, self.spec.scale
-        )
-        return per_head(u_BHR, self.value_up[...], over=2)
+    def absorbed(self, plain_THE: jax.Array, turned_THE: jax.Array, cache: Cache, paged: Paged) -> jax.Array:
+        """Attention over the latents themselves of the decode rows, and of more rows where chunks are in groups."""
+        q_THR = per_head(plain_THE, self.key_up[...], over=1)
+        q_THL = jnp.concatenate((q_THR, turned_THE), axis=2)
+        options = {"rank": self.spec.rank, "scale": self.spec.scale}
+        rows = paged.length_B.shape[0]
+        u_THR = paged.decode_latent(q_THL[:rows], cache, **options)
+        if paged.groups is not None:
+            u_THR = with_decoded(paged.extend_latent(q_THL, cache, **options), u_THR, paged)
+        return per_head(u_THR, self.value_up[...], over=2)
+
+
+def with_decoded(chunks_THX: jax.Array, decoded_BHX: jax.Array, paged: Paged) -> jax.Array:
+    """The rows of chunks, and in front of them the decode rows."""
+    rows = len(decoded_BHX)
+    is_decode_B11 = (paged.length_B > 0)[:, None, None]
+    return chunks_THX.at[:rows].set(jnp.where(is_decode_B11, decoded_BHX, chunks_THX[:rows]))
 
 
 def per_head(x_BHE: jax.Array, weight: jax.Array, over: int) -> jax.Array:

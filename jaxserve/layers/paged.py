@@ -37,6 +37,45 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """The chunks' tokens as rows of a decode kernel: G groups of up to S neighbours, the last of each chunk full.
+
+    A token's result stands at [group_T, place_T]. Places before a chunk's first token hold what nobody reads.
+    """
+
+    table_GM: jax.Array  # int32
+    length_G: jax.Array  # int32, tokens in the cache up to the group's last one; 0: unused
+    token_GS: jax.Array  # int32, packed index of each query
+    group_T: jax.Array  # int32
+    place_T: jax.Array  # int32
+    is_chunk_T: jax.Array  # bool: False for decode rows and padding
+
+
+def group_chunks(chunks: Chunks, tokens: int, group_tokens: int) -> Groups:
+    """Cut chunks among `tokens` packed rows into groups of `group_tokens`, from their ends, so that all end full."""
+    count_R = -(-chunks.tokens_R // group_tokens)
+    end_R = jnp.cumsum(count_R, dtype=jnp.int32)
+    group_G = jnp.arange(
+        tokens // group_tokens + len(count_R), dtype=jnp.int32
+    )  # no fewer than all chunks need together
+    chunk_G = jnp.minimum(jnp.searchsorted(end_R, group_G, side="right"), len(count_R) - 1)
+    stop_G = chunks.tokens_R[chunk_G] - group_tokens * (end_R[chunk_G] - 1 - group_G)
+    first_G = chunks.start_R[chunk_G] + stop_G - group_tokens
+    token_T = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    inside_TR = (token_T >= chunks.start_R) & (token_T < chunks.start_R + chunks.tokens_R)
+    chunk_T = jnp.argmax(inside_TR, axis=1)
+    behind_T = (chunks.start_R + chunks.tokens_R)[chunk_T] - 1 - token_T[:, 0]  # tokens of the chunk after this one
+    return Groups(
+        chunks.table_RM[chunk_G],
+        jnp.where(group_G < end_R[-1], chunks.position_R[chunk_G] + stop_G, 0),
+        jnp.clip(first_G[:, None] + jnp.arange(group_tokens, dtype=jnp.int32), 0, tokens - 1),
+        end_R[chunk_T] - 1 - behind_T // group_tokens,
+        group_tokens - 1 - behind_T % group_tokens,
+        inside_TR.any(axis=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Paged:
     """One step's view of the cache. Decode rows are the first B packed rows whose length is not 0."""
 
@@ -48,6 +87,7 @@ class Paged:
     table_BM: jax.Array  # int32: block tables of the rows that may decode
     length_B: jax.Array  # int32: their tokens in the cache, the new one included; 0 for the others
     chunks: Chunks | None = None  # None: a pure decode step
+    groups: Groups | None = None  # the chunks once more, in steps of few tokens
     invariant: bool = False  # a decode row's result is the same to the bit whatever the others are
 
     def multiply(self, x_TK: jax.Array, w_NK: jax.Array) -> jax.Array:
@@ -136,6 +176,15 @@ class Paged:
         """Attention of the decode rows over the latents, whose first `rank` dimensions are the values: [B, H, rank]."""
         options = {"rank": rank, "scale": scale, "device": self.device, "implementation": self.implementation}
         return mla_decode(query_BHL, *cache, self.table_BM, self.length_B, **options, invariant=self.invariant)
+
+    def extend_latent(self, query_THL: jax.Array, cache: Cache, rank: int, scale: float) -> jax.Array:
+        """Attention of the chunks' rows over the latents, in groups of neighbours: [T, H, rank], zeros for others."""
+        assert self.groups is not None
+        groups = self.groups
+        options = {"rank": rank, "scale": scale, "device": self.device, "implementation": self.implementation}
+        places, query_GSHL = (groups.table_GM, groups.length_G), query_THL[groups.token_GS]
+        mixed_GSHR = mla_decode(query_GSHL, *cache, *places, **options, invariant=self.invariant)
+        return jnp.where(groups.is_chunk_T[:, None, None], mixed_GSHR[groups.group_T, groups.place_T], 0)
 
     def prefill_latent(
         self, query_THE: jax.Array, cache: Cache, key_up_HNR: jax.Array, value_up_HVR: jax.Array, scale: float

@@ -131,7 +131,7 @@ class StepRunner:
         flags = int(batch.vector[0, FLAGS_WORD])  # the same for all lanes
         is_plain = flags & ~FLAG_RANDOM == 0 and batch.bucket in self.programs.plain
         step = (self.programs.plain if is_plain else self.programs.steps)[batch.bucket]
-        # As a numpy argument: a device_put of its own costs twice what the call takes for it.
+        # As a numpy argument, like those of installs: a device_put costs twice what the call takes for it.
         self.state, out = step(self.leaves, self.state, batch.vector)
         return Pending(out, with_logprobs=bool(flags & FLAG_LOGPROBS))
 
@@ -187,8 +187,7 @@ class StepRunner:
             leaf.delete()
 
     def _install_plain(self, rows_ZIW: np.ndarray) -> None:
-        rows = jax.device_put(rows_ZIW, self.by_lane)
-        self._set_slots(self.programs.install_plain(self.state.slots, rows))
+        self._set_slots(self.programs.install_plain(self.state.slots, rows_ZIW))
 
     def _install_wide(self, row: WideRow) -> None:
         placed = jax.tree.map(lambda array: jax.device_put(array, self.replicated), row)
@@ -196,7 +195,7 @@ class StepRunner:
         self._set_slots(self.programs.install_wide(self.state.slots, placed))
 
     def _install_table(self, rows_ZIW: np.ndarray) -> None:
-        table_SM = self.programs.install_table(self.state.table_SM, jax.device_put(rows_ZIW, self.by_lane))
+        table_SM = self.programs.install_table(self.state.table_SM, rows_ZIW)
         self.state = dataclasses.replace(self.state, table_SM=table_SM)
 
     def _set_slots(self, slots: SlotTables) -> None:

@@ -17,12 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.batch import Bucket, Layout, Program, Shape
-from jaxserve.layers.paged import Chunks, Paged
+from jaxserve.layers.paged import Chunks, Paged, group_chunks
 from jaxserve.models.decoder import Decoder, SplitDecoder
 from jaxserve.runtime.sample import Sampled, Scores, sample, sample_plain, score
 from jaxserve.runtime.state import SlotTables, State
 from jaxserve.runtime.vocab import Vocab
 from pallas_kernels.device import Device
+from pallas_kernels.mla_decode.contract import MOST_TOKENS
+
+GROUPED_TOKENS = 64  # in steps of so many packed tokens at most, latent attention takes the absorbed form for all rows
 
 Step = Callable[[list[jax.Array], State, jax.Array], tuple[State, "Out"]]
 
@@ -117,6 +120,7 @@ def mixed(
     token_T = jnp.where(batch["token"] < 0, state.slots.last_token_S[slot_T], batch["token"])
     rows = min(bucket.rows, shape.num_slots)
     is_decode_B = jnp.arange(rows, dtype=jnp.int32) < batch["num_decode"][0]
+    chunks = Chunks(table_SM[batch["chunk_slot"]], batch["chunk_start"], batch["chunk_tokens"], batch["chunk_position"])
     page_T, offset_T = places(table_SM, slot_T, position_T, shape)
     paged = Paged(
         options.device,
@@ -126,9 +130,8 @@ def mixed(
         offset_T,
         table_BM=table_SM[slot_T[:rows]],
         length_B=jnp.where(is_decode_B, position_T[:rows] + 1, 0),
-        chunks=Chunks(
-            table_SM[batch["chunk_slot"]], batch["chunk_start"], batch["chunk_tokens"], batch["chunk_position"]
-        ),
+        chunks=chunks,
+        groups=group_chunks(chunks, bucket.rows, MOST_TOKENS) if bucket.rows <= GROUPED_TOKENS else None,
         invariant=options.deterministic,
     )
     hidden_TD, caches = model(token_T, position_T, state.caches, paged)

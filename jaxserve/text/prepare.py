@@ -187,9 +187,10 @@ def check_prompt_ids(field: str, ids: Sequence[int] | np.ndarray, limits: TextLi
     if len(ids) >= limits.context_tokens:
         raise InvalidRequest(field, Size(f"{len(ids)} tokens"), limits.context_words)
     allowed = f"integers from 0 to {limits.vocab_size - 1}"
-    for token in ids if not isinstance(ids, np.ndarray) else ():
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise InvalidRequest(field, token, allowed)
+    if not isinstance(ids, np.ndarray):
+        wrong = {kind for kind in set(map(type, ids)) if kind is bool or not issubclass(kind, (int, np.integer))}
+        if wrong:
+            raise InvalidRequest(field, next(token for token in ids if type(token) in wrong), allowed)
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype.kind not in "iu":  # "O": an integer that 64 bits cannot hold
         raise InvalidRequest(field, max(ids) if array.dtype.kind in "Of" else f"{array.dtype} array", allowed)
