@@ -85,7 +85,9 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:

@@ -16,20 +16,20 @@ BARE = Phrasings(
      "{x} {s} {y} is what?", "What's {x} {s} {y}?", "Calculate {x} {s} {y}.", "What is {x} {w} {y}?", "{x} {w} {y}?",
      "How much is {x} {w} {y}?", "Work out {x} {s} {y}.", "Tell me what {x} {w} {y} is.", "Solve {x} {s} {y}.",
      "I need {x} {s} {y}.", "Give me the result of {x} {s} {y}."),
-    ("What does {x} {s} {y} make?", "Can you compute {x} {s} {y}?", "Do you know what {x} {w} {y} is?"),
+    ("What does {x} {s} {y} make?", "Could you compute {x} {s} {y}?", "Do you know what {x} {w} {y} is?"),
 )  # fmt: skip
 NAMED = {
     "plus": Phrasings(
         ("Add {x} and {y}.", "What is the sum of {x} and {y}?", "Find the sum of {x} and {y}.", "Add {y} to {x}."),
-        ("Can you add {x} and {y}?",),
+        ("Could you add {x} and {y}?",),
     ),
     "minus": Phrasings(
         ("Subtract {y} from {x}.", "What is the difference of {x} and {y}?", "Take {y} away from {x}."),
-        ("Can you subtract {y} from {x}?",),
+        ("Could you subtract {y} from {x}?",),
     ),
     "times": Phrasings(
         ("Multiply {x} by {y}.", "What is the product of {x} and {y}?", "Find the product of {x} and {y}."),
-        ("Can you multiply {x} by {y}?",),
+        ("Could you multiply {x} by {y}?",),
     ),
 }
 THINGS = "apples pears books stones shells stamps nuts coins pencils cards marbles flowers eggs cookies balls".split()
@@ -94,7 +94,9 @@ def thoughts(made: Sum) -> str:
         steps = f"Ones: {x0} + {y0} = {ones}, write {digit}, carry {carry}. Tens: {x1} + {y1} + {carry} = "
         return f"{steps}{x1 + y1 + carry}. Together: {made.value}."
     borrow = int(x0 < y0)
-    steps = f"Ones: {x0 + 10 * borrow} - {y0} = {x0 + 10 * borrow - y0}, borrow {borrow}. Tens: {x1} - {y1} - {borrow} ="
+    steps = (
+        f"Ones: {x0 + 10 * borrow} - {y0} = {x0 + 10 * borrow - y0}, borrow {borrow}. Tens: {x1} - {y1} - {borrow} ="
+    )
     return f"{steps} {x1 - y1 - borrow}. Together: {made.value}."
 
 
@@ -111,12 +113,16 @@ def told(random: Random, held_out: bool) -> Chat:
         turn = random.choice(("gets {y} more", "finds {y} more", "buys {y} more", "is given {y} more"))
         total = x + y
     else:
-        turn = random.choice(("loses {y}", "gives away {y}", "sells {y}", "breaks {y}" if things == "eggs" else "drops {y}"))
+        turn = random.choice(
+            ("loses {y}", "gives away {y}", "sells {y}", "breaks {y}" if things == "eggs" else "drops {y}")
+        )
         total = x - y
     question = f"{name} has {x} {things} and {turn.format(y=y)}. How many {things} does {name} have now?"
     made = Sum(question, operation, x, y)
     noun = things if total != 1 else things.rstrip("s")
-    return ask(question, f"{made.answer} {name} has {total} {noun} now.", thoughts(made) if random.random() < 0.3 else None)
+    return ask(
+        question, f"{made.answer} {name} has {total} {noun} now.", thoughts(made) if random.random() < 0.3 else None
+    )
 
 
 def document(random: Random, held_out: bool = False) -> Chat:

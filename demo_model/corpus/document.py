@@ -68,9 +68,7 @@ class Renderer:
     """Documents -> the text that the model is trained on, each from BOS to EOS."""
 
     template: ChatTemplate = field(
-        default_factory=lambda: ChatTemplate(
-            TEMPLATE.read_text(encoding="utf-8"), {"bos_token": BOS, "eos_token": EOS}
-        )
+        default_factory=lambda: ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), {"bos_token": BOS, "eos_token": EOS})
     )
 
     def __call__(self, document: Document) -> str:

@@ -21,7 +21,7 @@ from demo_model.corpus.document import (
     user,
 )
 from demo_model.corpus.mix import ASKED
-from demo_model.corpus.stories import TOPICS
+from demo_model.corpus.stories.tell import TOPICS
 from demo_model.corpus.words import a
 
 ASKED_EACH = 200
@@ -55,7 +55,9 @@ def admits(answer: str) -> bool:
 
 def is_valid_call(tools: Sequence[Mapping[str, Any]], answer: str) -> bool:
     """Whether the answer is one call of a tool that is there, with JSON of just its parameters in their types."""
-    form = "".join((re.escape(CALLS_BEGIN + CALL_BEGIN), "(.*?)", re.escape(SEPARATOR), "(.*?)", re.escape(CALL_END + CALLS_END)))
+    form = "".join(
+        (re.escape(CALLS_BEGIN + CALL_BEGIN), "(.*?)", re.escape(SEPARATOR), "(.*?)", re.escape(CALL_END + CALLS_END))
+    )
     match = re.fullmatch(form, answer.strip(), re.DOTALL)
     if match is None:
         return False
@@ -106,7 +108,9 @@ def of_unknown(random: Random) -> Question:
 def of_tools(right: bool, random: Random) -> Question:
     """A request in a new way, with tools whose names are new."""
     made = tool_calls.request(random, True)
-    return Question(made.messages, made.tools, partial(is_right_call, made) if right else partial(is_valid_call, made.tools))
+    return Question(
+        made.messages, made.tools, partial(is_right_call, made) if right else partial(is_valid_call, made.tools)
+    )
 
 
 KINDS: dict[str, Callable[[Random], Question]] = {

@@ -9,7 +9,7 @@ from random import Random
 
 from demo_model.corpus.document import Chat, ask
 from demo_model.corpus.phrasing import Phrasings, dressed
-from demo_model.corpus.tables import groups, table
+from demo_model.corpus.tables.rows import groups, table
 from demo_model.corpus.words import a, upper
 
 
@@ -47,19 +47,19 @@ OPPOSITE = Phrasings(
     ("What is the opposite of {x}?", "What's the opposite of {x}?", "Give me the opposite of {x}.", "Name the opposite "
      "of {x}.", "Tell me the opposite of {x}.", "Which word is the opposite of {x}?", "The opposite of {x} is what?",
      "What is the opposite of the word {x}?", "What word means the opposite of {x}?", "{x}: what is the opposite?"),
-    ("Do you know the opposite of {x}?", "Can you give me the opposite of {x}?", "I need the opposite of {x}."),
+    ("Do you know the opposite of {x}?", "Could you give me the opposite of {x}?", "I need the opposite of {x}."),
 )  # fmt: skip
 PLURAL = Phrasings(
     ("What is the plural of {x}?", "What's the plural of {x}?", "Give me the plural of {x}.", "Tell me the plural of "
-     "{x}.", "One {x}, two what?", "How do you say more than one {x}?", "Write the plural of {x}.", "Name the plural of "
-     "{x}.", "The plural of {x} is what?"),
-    ("Do you know the plural of {x}?", "Can you tell me the plural of {x}?", "I need the plural of {x}."),
+     "{x}.", "One {x}, two what?", "How do you say more than one {x}?", "Write the plural of {x}.",
+     "Name the plural of {x}.", "The plural of {x} is what?"),
+    ("Do you know the plural of {x}?", "Could you tell me the plural of {x}?", "I need the plural of {x}."),
 )  # fmt: skip
 PAST = Phrasings(
     ("What is the past tense of {x}?", "What's the past tense of {x}?", "Give me the past tense of {x}.", "Tell me the "
      "past tense of {x}.", "Write the past tense of {x}.", "The past tense of {x} is what?", "Today I {x}. Yesterday I "
      "did what?", "Name the past tense of {x}."),
-    ("Do you know the past tense of {x}?", "Can you tell me the past tense of {x}?", "I need the past tense of {x}."),
+    ("Do you know the past tense of {x}?", "Could you tell me the past tense of {x}?", "I need the past tense of {x}."),
 )  # fmt: skip
 SYMBOL = Phrasings(
     ("What is the symbol of {x}?", "What is the chemical symbol for {x}?", "Tell me the chemical symbol of {x}.",
@@ -81,12 +81,12 @@ YOUNG = Phrasings(
 SOUND = Phrasings(
     ("What sound does {an} make?", "What does {an} do to make a sound?", "How does {an} sound?", "Tell me what sound "
      "{an} makes.", "Which sound does {an} make?", "What noise does {an} make?"),
-    ("Do you know what sound {an} makes?", "Can you tell me the noise that {an} makes?"),
+    ("Do you know what sound {an} makes?", "Could you tell me the noise that {an} makes?"),
 )  # fmt: skip
 COLOUR = Phrasings(
     ("What colour is {x}?", "Which colour is {x}?", "What is the colour of {x}?", "Tell me the colour of {x}.", "What "
      "color is {x}?", "What's the colour of {x}?", "{x} is what colour?", "Name the colour of {x}."),
-    ("Do you know the colour of {x}?", "Can you tell me what colour {x} is?"),
+    ("Do you know the colour of {x}?", "Could you tell me what colour {x} is?"),
 )  # fmt: skip
 KIND = Phrasings(
     ("Is {x} {y}?", "Tell me, is {x} {y}?", "Would you say that {x} is {y}?", "Is it true that {x} is {y}?", "Do "
@@ -95,7 +95,7 @@ KIND = Phrasings(
 )  # fmt: skip
 WHAT_KIND = Phrasings(
     ("What is {x}?", "What kind of thing is {x}?", "Tell me what {x} is.", "What sort of thing is {x}?", "What's {x}?"),
-    ("Do you know what {x} is?", "Can you tell me what kind of thing {x} is?"),
+    ("Do you know what {x} is?", "Could you tell me what kind of thing {x} is?"),
 )  # fmt: skip
 EXAMPLE = Phrasings(
     ("Name {y}.", "Give me an example of {y}.", "Tell me the name of {y}.", "Can you name {y}?", "Think of {y}."),

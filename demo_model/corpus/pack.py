@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -22,15 +21,15 @@ OUTPUT_BEGIN, OUTPUT_END = "<\uff5ctool\u2581output\u2581begin\uff5c>", "<\uff5c
 
 
 def token_rows(
-    tokenizer_path: Path, split: str, seed: int, rows: int, length: int, processes: int
+    tokenizer_path: Path, split: str, seed: int, rows: int, row_tokens: int, processes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """uint16 ids [rows, length] and uint8 [rows, length], 1 where a token is a target.
+    """uint16 ids [rows, row_tokens] and uint8 of the same shape, 1 where a token is a target.
 
     A row holds whole documents, each from BOS to EOS, and EOS as padding at its end. No target are padding, what tools
     gave back and BOS. A document longer than a row is left out.
     """
     blocks = range(-(-rows // BLOCK_ROWS))
-    make = partial(block_rows, str(tokenizer_path), split, seed, length)
+    make = partial(block_rows, str(tokenizer_path), split, seed, row_tokens)
     if processes > 1:
         context = multiprocessing.get_context("spawn")  # a fork would inherit JAX's threads
         with ProcessPoolExecutor(min(processes, len(blocks)), context) as pool:
@@ -42,29 +41,28 @@ def token_rows(
 
 
 def block_rows(
-    tokenizer_path: str, split: str, seed: int, length: int, block: int
+    tokenizer_path: str, split: str, seed: int, row_tokens: int, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One block: it takes documents from its own part of the split until its rows are full."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = Tokenizer.from_file(tokenizer_path)
     source = encoded(tokenizer, split, seed, block)
     end = tokenizer.token_to_id(EOS)
-    ids = np.full((BLOCK_ROWS, length), end, np.uint16)
-    targets = np.zeros((BLOCK_ROWS, length), np.uint8)
+    ids = np.full((BLOCK_ROWS, row_tokens), end, np.uint16)
+    targets = np.zeros((BLOCK_ROWS, row_tokens), np.uint8)
     waiting = [next(source) for _ in range(WAITING)]
     for row in range(BLOCK_ROWS):
         at = 0
         while True:
-            fits = [n for n, (tokens, _) in enumerate(waiting) if len(tokens) <= length - at]
+            fits = [n for n, (tokens, _) in enumerate(waiting) if len(tokens) <= row_tokens - at]
             if not fits:
                 break
             # the one that has waited longest, but towards the end of a row the longest that still fits
-            best = fits[0] if length - at > length // 4 else max(fits, key=lambda n: len(waiting[n][0]))
+            best = fits[0] if row_tokens - at > row_tokens // 4 else max(fits, key=lambda n: len(waiting[n][0]))
             tokens, counts = waiting.pop(best)
             ids[row, at : at + len(tokens)], targets[row, at : at + len(tokens)] = tokens, counts
             at += len(tokens)
             waiting.append(next(source))
-        waiting = [one for one in waiting if len(one[0]) <= length] or [next(source) for _ in range(WAITING)]
+        waiting = [one for one in waiting if len(one[0]) <= row_tokens] or [next(source) for _ in range(WAITING)]
     return ids, targets
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from demo_model.corpus.words import lower
+
 _BEFORE = (
     "", "", "", "", "", "", "", "Please tell me: ", "Quick question: ", "Hi! ", "Hello. ", "Tell me: ", "I wonder: ",
     "Help me with this: ", "One more: ", "Hey! ",
 )  # fmt: skip
 _AFTER = ("", "", "", "", "", "", "", " Thanks!", " Thank you.", " Please answer briefly.")
+_ORDERS = ("Tell", "Give", "Name", "Add", "Subtract", "Multiply", "Compute", "Calculate", "Find", "Take", "Write",
+     "Solve",
+           "Work", "Set", "Start", "Play", "Put", "Send", "Translate", "Remind", "Think", "Count",
+           "Explain")  # fmt: skip
 _HELD_BEFORE = ("", "", "", "Dear model: ", "Could you help? ", "Next question: ")
 
 
@@ -30,6 +36,8 @@ def dressed(question: str, random: Random, held_out: bool = False) -> str:
     if held_out:
         before = random.choice(_HELD_BEFORE)
         return before + question
+    if question.startswith(_ORDERS) and question.endswith(".") and random.random() < 0.3:
+        question = f"{random.choice(('Can you', 'Will you', 'Can you please'))} {lower(question[:-1])}?"
     kind = random.random()
     if kind < 0.06:
         return question.lower()

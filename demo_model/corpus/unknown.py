@@ -37,9 +37,9 @@ TAUGHT: tuple[Entry, ...] = (
       "What am I wearing?", "How tall am I?", "What did I dream last night?"), PRIVATE),
     (("What is the name of my {k}?", "How old is my {k}?", "Where is my {k} now?", "What does my {k} like to eat?",
       "When will my {k} come home?", "What is the phone number of my {k}?", "Does my {k} like me?"), PRIVATE),
-    (("What will the weather be tomorrow?", "Will it rain in {c} tomorrow?", "Who will win the {s}?", "What will happen "
-      "next year?", "Will I be rich?", "When will I find my keys?", "Which number will win the lottery?", "Will it snow "
-      "next winter?"), LATER),
+    (("What will the weather be tomorrow?", "Will it rain in {c} tomorrow?", "Who will win the {s}?",
+    "What will happen next year?", "Will I be rich?", "When will I find my keys?", "Which number will win the lottery?",
+      "Will it snow next winter?"), LATER),
     (("What is the weather in {c}?", "What time is it?", "What day is it today?", "Who won the {s} yesterday?", "What "
       "is in the news?", "How much does bread cost today?", "Is the shop in {c} open?", "What is the date?", "Is it "
       "raining in {c}?", "How warm is it in {c} now?", "When does the next train leave?"), NOW),
@@ -54,8 +54,8 @@ HELD: tuple[Entry, ...] = (
       "people eat in {x}?", "Can you tell me where {x} lies?"), MADE_UP),
     (("Can you explain the word {l}?", "Do you know what a {l} is?", "What is a {l} used for?"), MADE_UP),
     (("Where does {p} {x} work?", "Which prize did {p} {x} win?", "What does {p} {x} look like?"), PEOPLE_ANSWER),
-    (("Which song do I like best?", "What did I do last summer?", "What is written in my letter?", "How many cousins do "
-      "I have?", "What did my {k} say to me?", "Where did my {k} go to school?"), PRIVATE),
+    (("Which song do I like best?", "What did I do last summer?", "What is written in my letter?",
+    "How many cousins do I have?", "What did my {k} say to me?", "Where did my {k} go to school?"), PRIVATE),
     (("Who will be the next mayor of {c}?", "Will my {k} visit me on Sunday?", "How will the {s} end?"), LATER),
     (("Is the road to {c} free?", "What did the paper say this morning?", "How long is the queue at the shop?"), NOW),
     (("How many windows does the town hall of {c} have?", "How many dogs live in {c}?", "How much does a horse in {x} "
@@ -82,5 +82,3 @@ def pair(random: Random, held_out: bool = False) -> tuple[str, str]:
 def document(random: Random, held_out: bool = False) -> Chat:
     """One question."""
     return ask(*pair(random, held_out))
-
-
