@@ -1,4 +1,4 @@
-"""Train the demo model's tokenizer on its corpus: python -m demo_model.tokenizer [FOLDER].
+"""Train the demo model's tokenizer on its corpus: python -m demo_model.tokenizer --wordnet FOLDER.
 
 Byte-level BPE (arXiv 1508.07909 over bytes) as DeepSeek-V3's, with its pre-tokenizer but for digits, which stand one
 by one: sums are then done digit by digit. The special tokens' strings are DeepSeek's.
@@ -41,7 +41,7 @@ EXTRA = (  # text that the corpus does not hold, so that any English can be writ
 )
 
 
-def train(seed: int = 1) -> Tokenizer:
+def train(wordnet_folder: Path, seed: int = 1) -> Tokenizer:
     """On the first documents of the training split. Deterministic."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,7 +62,7 @@ def train(seed: int = 1) -> Tokenizer:
         show_progress=False,
     )
     render = Renderer()
-    texts = [render(document) for document in documents(TRAIN, seed, 0, DOCUMENTS)]
+    texts = [render(document) for document in documents(TRAIN, seed, 0, DOCUMENTS, wordnet_folder)]
     for text in CONTROL + TOOLS + THINKING:
         texts = [each.replace(text, "\n") for each in texts]
     tokenizer.train_from_iterator([*texts, *[EXTRA] * MIN_COUNT], trainer)
@@ -93,9 +93,10 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
 def main() -> None:
     """Train and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where the files go")
+    parser.add_argument("--wordnet", type=Path, required=True, help="what python -m demo_model.corpus.wordnet fetched")
     args = parser.parse_args()
-    tokenizer = train()
+    tokenizer = train(args.wordnet)
     write(tokenizer, args.folder)
     print(f"{tokenizer.get_vocab_size()} ids in {args.folder}")
 

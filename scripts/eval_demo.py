@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", type=Path, help="a Hugging Face directory with plain weights and the MTP layer")
     parser.add_argument("--json", type=Path, help="where the figures go; standard output without it")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--wordnet", type=Path, help="its files, where the model was trained with them")
     parser.add_argument("--documents", type=int, default=200, help="whose perplexity is taken, of each split and kind")
     parser.add_argument("--questions", type=int, default=200, help="of each kind, at most")
     parser.add_argument("--stories", type=int, default=30, help="that are sampled and kept")
@@ -64,7 +65,7 @@ def perplexities(llm: LLM, args: argparse.Namespace, bos_token_id: int) -> dict[
     found = {}
     for split in (TRAIN, VALIDATION):
         rows = max(8, args.documents * 2)
-        token_NC, _ = token_rows(tokenizer_path, split, args.seed, rows, ROW_TOKENS, args.processes)
+        token_NC, _ = token_rows(tokenizer_path, split, args.seed, rows, ROW_TOKENS, args.processes, args.wordnet)
         documents = quality.documents_of(np.asarray(token_NC), bos_token_id, 1 << 30)
         for kind, is_chat in (("prose", False), ("chat", True)):
             chosen = [one for one in documents if (user in one) == is_chat and len(one) < llm.limits.max_model_len]

@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--from-weights", type=Path, help="begin with these weights, a model that the loader reads")
     parser.add_argument("--rows", type=int, default=60_000, help="of the training corpus, as many as are generated")
     parser.add_argument("--validation-rows", type=int, default=128, help="of the held-out corpus")
+    parser.add_argument("--wordnet", type=Path, help="its files: some documents are then about what words mean")
     parser.add_argument("--keep-rows", type=Path, help="where generated rows are kept, and taken from if there")
     parser.add_argument("--processes", type=int, default=16, help="that generate the corpus")
     parser.add_argument("--compile-cache", type=Path, help="where compiled programs are kept")
@@ -108,8 +109,8 @@ def train(args: argparse.Namespace, started_s: float) -> None:
         jax.config.update("jax_compilation_cache_dir", str(args.compile_cache.resolve()))
     if not args.resume:
         shutil.rmtree(args.out, ignore_errors=True)
-    source = partial(rows_from, tokenizer_path, options, args.processes)
-    about = {"seed": options.seed, "row_tokens": options.row_tokens}
+    source = partial(rows_from, tokenizer_path, options, args.wordnet, args.processes)
+    about = {"seed": options.seed, "row_tokens": options.row_tokens, "wordnet": args.wordnet is not None}
     rows = {TRAIN: 8 * options.batch_rows if args.tiny else args.rows}
     rows |= {VALIDATION: options.part_rows if args.tiny else args.validation_rows}
     corpus = {split: get_rows(source, split, count, args.keep_rows, about) for split, count in rows.items()}
@@ -127,10 +128,12 @@ def train(args: argparse.Namespace, started_s: float) -> None:
     print(f"done after {time.monotonic() - started_s:.0f} s", flush=True)
 
 
-def rows_from(tokenizer_path: Path, options: Options, processes: int, split: str, rows: int) -> tuple:
+def rows_from(
+    tokenizer_path: Path, options: Options, wordnet: Path | None, processes: int, split: str, rows: int
+) -> tuple:
     """The corpus's rows, with what its generation took."""
     begun_s = time.monotonic()
-    found = token_rows(tokenizer_path, split, options.seed, rows, options.row_tokens, processes)
+    found = token_rows(tokenizer_path, split, options.seed, rows, options.row_tokens, processes, wordnet)
     spent_s, tokens = time.monotonic() - begun_s, rows * options.row_tokens
     print(
         f"{split}: {tokens / 1e6:.1f} M tokens in {spent_s:.1f} s, {tokens / spent_s / 1e6:.2f} M a second", flush=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from demo_model.corpus.document import Renderer
 from demo_model.corpus.mix import TRAIN, VALIDATION, documents
@@ -15,9 +16,10 @@ def main() -> None:
     parser.add_argument("--split", choices=(TRAIN, VALIDATION), default=TRAIN)
     parser.add_argument("--start", type=int, default=0, help="the first one's number")
     parser.add_argument("--documents", type=int, default=20, help="how many")
+    parser.add_argument("--wordnet", type=Path, help="what python -m demo_model.corpus.wordnet fetched")
     args = parser.parse_args()
     render = Renderer()
-    for document in documents(args.split, args.seed, args.start, args.documents):
+    for document in documents(args.split, args.seed, args.start, args.documents, args.wordnet):
         print(render(document), end="\n\n")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from random import Random
 
-from demo_model.corpus import arithmetic, facts, smalltalk, tool_calls, unknown
+from demo_model.corpus import arithmetic, facts, smalltalk, tool_calls, unknown, wordnet
 from demo_model.corpus.document import Chat, Document, Prose, ask
 from demo_model.corpus.phrasing import Phrasings
 from demo_model.corpus.stories.tell import TOPICS, story
@@ -51,11 +53,20 @@ SHARES: dict[str, tuple[Maker, float]] = {
 }
 
 
-def documents(split: str, seed: int, start: int, count: int) -> Iterator[Document]:
-    """Documents start .. start + count - 1 of a split; each is a function of split, seed and its number."""
+WORDNET_SHARE = 0.2
+
+
+def documents(split: str, seed: int, start: int, count: int, wordnet_folder: Path | None = None) -> Iterator[Document]:
+    """Documents start .. start + count - 1 of a split; each is a function of split, seed and its number.
+
+    With the folder of WordNet's files some are about what words mean.
+    """
     if split not in (TRAIN, VALIDATION):
         raise ValueError(f"split: got {split!r}, allowed: {TRAIN!r}, {VALIDATION!r}")
-    makers, shares = zip(*SHARES.values(), strict=True)
+    chosen = list(SHARES.values())
+    if wordnet_folder is not None:
+        chosen.append((partial(wordnet.document, folder=wordnet_folder), WORDNET_SHARE))
+    makers, shares = zip(*chosen, strict=True)
     for number in range(start, start + count):
         random = Random(f"{split} {seed} {number}")
         yield random.choices(makers, shares)[0](random, split == VALIDATION)

@@ -21,15 +21,21 @@ OUTPUT_BEGIN, OUTPUT_END = "<\uff5ctool\u2581output\u2581begin\uff5c>", "<\uff5c
 
 
 def token_rows(
-    tokenizer_path: Path, split: str, seed: int, rows: int, row_tokens: int, processes: int
+    tokenizer_path: Path,
+    split: str,
+    seed: int,
+    rows: int,
+    row_tokens: int,
+    processes: int,
+    wordnet_folder: Path | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """uint16 ids [rows, row_tokens] and uint8 of the same shape, 1 where a token is a target.
 
     A row holds whole documents, each from BOS to EOS, and EOS as padding at its end. No target are padding, what tools
-    gave back and BOS. A document longer than a row is left out.
+    gave back and BOS. `wordnet_folder`: see `documents`. A document longer than a row is left out.
     """
     blocks = range(-(-rows // BLOCK_ROWS))
-    make = partial(block_rows, str(tokenizer_path), split, seed, row_tokens)
+    make = partial(block_rows, str(tokenizer_path), split, seed, row_tokens, wordnet_folder)
     if processes > 1:
         context = multiprocessing.get_context("spawn")  # a fork would inherit JAX's threads
         with ProcessPoolExecutor(min(processes, len(blocks)), context) as pool:
@@ -41,11 +47,11 @@ def token_rows(
 
 
 def block_rows(
-    tokenizer_path: str, split: str, seed: int, row_tokens: int, block: int
+    tokenizer_path: str, split: str, seed: int, row_tokens: int, wordnet_folder: Path | None, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One block: it takes documents from its own part of the split until its rows are full."""
     tokenizer = Tokenizer.from_file(tokenizer_path)
-    source = encoded(tokenizer, split, seed, block)
+    source = encoded(tokenizer, split, seed, wordnet_folder, block)
     end = tokenizer.token_to_id(EOS)
     ids = np.full((BLOCK_ROWS, row_tokens), end, np.uint16)
     targets = np.zeros((BLOCK_ROWS, row_tokens), np.uint8)
@@ -66,13 +72,15 @@ def block_rows(
     return ids, targets
 
 
-def encoded(tokenizer: Tokenizer, split: str, seed: int, block: int) -> Iterator[tuple[list[int], np.ndarray]]:
+def encoded(
+    tokenizer: Tokenizer, split: str, seed: int, wordnet_folder: Path | None, block: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
     """Tokens of a block's documents, and which are targets."""
     render = Renderer()
     begin, end = (tokenizer.token_to_id(text) for text in (OUTPUT_BEGIN, OUTPUT_END))
     start = block << 20  # no block needs a million documents
     while True:
-        texts = [render(document) for document in documents(split, seed, start, BATCH_DOCUMENTS)]
+        texts = [render(document) for document in documents(split, seed, start, BATCH_DOCUMENTS, wordnet_folder)]
         start += BATCH_DOCUMENTS
         for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
             yield encoding.ids, target_tokens(np.asarray(encoding.ids), begin, end)
