@@ -55,9 +55,8 @@ def group_chunks(chunks: Chunks, tokens: int, group_tokens: int) -> Groups:
     """Cut chunks among `tokens` packed rows into groups of `group_tokens`, from their ends, so that all end full."""
     count_R = -(-chunks.tokens_R // group_tokens)
     end_R = jnp.cumsum(count_R, dtype=jnp.int32)
-    group_G = jnp.arange(
-        tokens // group_tokens + len(count_R), dtype=jnp.int32
-    )  # no fewer than all chunks need together
+    most = tokens // group_tokens + len(count_R)  # groups that the chunks can fill together
+    group_G = jnp.arange(most, dtype=jnp.int32)
     chunk_G = jnp.minimum(jnp.searchsorted(end_R, group_G, side="right"), len(count_R) - 1)
     stop_G = chunks.tokens_R[chunk_G] - group_tokens * (end_R[chunk_G] - 1 - group_G)
     first_G = chunks.start_R[chunk_G] + stop_G - group_tokens
