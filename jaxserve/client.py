@@ -8,6 +8,7 @@ with Client("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Never, Self, cast
@@ -16,7 +17,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.errors import ConfigError, JaxserveError, shorten
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, shorten
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.server import wire
 from jaxserve.text.assemble import merge
@@ -93,7 +94,7 @@ class Client:
         if isinstance(prompt, str):
             request.text = check_text("prompt", prompt)
         else:
-            request.token_ids.ids.extend(int(token) for token in prompt)
+            request.token_ids.ids.extend(checked_ids(prompt))
         call = self._inference.Generate(request, timeout=deadline_s)
         return deltas(call, prompt if isinstance(prompt, str) else None)
 
@@ -216,6 +217,19 @@ def unary(method: Any, request: Any, deadline_s: float | None = UNARY_DEADLINE_S
         return method(request, timeout=deadline_s)
     except grpc.RpcError as error:
         raise_server_error(error)
+
+
+def checked_ids(prompt: Iterable[int]) -> list[int]:
+    """Token ids as the wire takes them, int32. Raises InvalidRequest for anything else, as a list of prompts is.
+
+    Whether they are within the vocabulary the server knows.
+    """
+    ids = []
+    for token in prompt:
+        if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= operator.index(token) < 2**31:
+            raise InvalidRequest("prompt", token, "a text, or a list of token ids from 0; one prompt a call")
+        ids.append(operator.index(token))
+    return ids
 
 
 def deltas(call: Any, prompt: str | None) -> Iterator[RequestOutput]:

@@ -128,6 +128,14 @@ def test_b093_a_lone_surrogate_is_refused_before_it_travels(client: Client, call
             getattr(client, call)(bad)
 
 
+@pytest.mark.parametrize("wrong", [["one", "two"], [[1, 2], [3]], [1, 2.5], [True], [-1], [2**31]], ids=str)
+def test_what_is_no_prompt_is_one_sentence(client: Client, wrong: list) -> None:
+    with pytest.raises(
+        InvalidRequest, match="prompt: got .*, allowed: a text, or a list of token ids from 0; one prompt"
+    ):
+        client.generate(wrong)
+
+
 def test_the_server_is_described(client: Client) -> None:
     assert client.is_serving()
     assert client.model_info().model == "scripted"
