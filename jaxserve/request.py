@@ -264,6 +264,7 @@ class EngineStats:
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    failed_steps_total: int = 0  # that raised; who was in them starts over, see engine/suspects.py
     prefix_query_tokens_total: int = 0  # of prompts that were looked up in the prefix cache
     prefix_hit_tokens_total: int = 0  # of those, found there
     evicted_pages_total: int = 0

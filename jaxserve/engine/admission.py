@@ -18,7 +18,7 @@ from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import NO_PAGES, PagePool, pages_for
 from jaxserve.engine.policy import FCFS, LONGEST_PREFIX
 from jaxserve.engine.prefix import whole_pages
-from jaxserve.engine.sequence import Sequence, WaitingQueue
+from jaxserve.engine.sequence import Sequence
 
 SCANNED_SEQUENCES = 64  # waiting ones a lane that one step looks at
 PIECE_TOKENS = 128  # a multiple of every attention kernel's query tile: tiles then have the same rows in any company
@@ -141,7 +141,7 @@ class Prompts:
 def find_prompts(
     limits: Limits,
     lanes: Iterable[Lane],
-    waiting: WaitingQueue,
+    waiting: Iterable[Sequence],
     rows: Iterable[DecodeRows],
     kept_lane: int | None = None,
 ) -> list[Prompts]:

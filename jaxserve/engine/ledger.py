@@ -14,6 +14,7 @@ from jaxserve.engine.pages import Written
 from jaxserve.engine.policy import FCFS, rank
 from jaxserve.engine.prefix import extend_keys, whole_pages
 from jaxserve.engine.sequence import Sequence, WaitingQueue, refusal
+from jaxserve.engine.suspects import Suspects
 from jaxserve.request import EventBatch, Finish, Logprobs, TokenRequest
 
 
@@ -32,6 +33,7 @@ class Ledger:
         self.lanes = tuple(Lane(index, shape, eviction) for index in range(shape.lanes))
         self.waiting = WaitingQueue()
         self.live: dict[int, Sequence] = {}  # by handle
+        self.suspects = Suspects()
         self.events = Events()
         self.arrivals = 0
         self.preemptions = 0
@@ -169,6 +171,7 @@ class Ledger:
         else:
             self.waiting.remove(sequence)
         del self.live[sequence.request.handle]
+        self.suspects.forget(sequence)
         self.finished[reason.name.lower()] += 1
         self.events.add_final(sequence.request.handle, token, reason, error, logprobs)
 

@@ -137,6 +137,7 @@ class Engine:
             prompt_tokens_total=ledger.prompt_tokens,
             generation_tokens_total=ledger.generation_tokens,
             preemptions_total=ledger.preemptions,
+            failed_steps_total=ledger.suspects.failed_steps,
             prefix_query_tokens_total=ledger.prefix_query_tokens,
             prefix_hit_tokens_total=ledger.prefix_hit_tokens,
             evicted_pages_total=sum(pool.prefix.evicted_pages for pool in pools if pool.prefix is not None),
@@ -202,7 +203,7 @@ class Engine:
         """Plan the next step and start it; None if there is nothing to run."""
         ledger = self.ledger
         last = (self._last_was_scored, self._last_had_prompts, self._last_mixed_tokens)
-        plan = schedule(View(self._limits, ledger.lanes, ledger.waiting, *last))
+        plan = schedule(View(self._limits, ledger.lanes, ledger.waiting, ledger.suspects, *last))
         packed = self._packer.apply(plan, ledger, self.step_count + 1)
         if packed is None:
             return None
@@ -236,14 +237,17 @@ class Engine:
         ready_s = self._clock()
         self._meter.result(flight.dispatched_s, ready_s)
         collect(self.ledger, flight.packed, out)
+        if len(self.ledger.suspects):
+            self.ledger.suspects.clear(self.ledger.lanes)
         return ready_s - asked_s
 
     def _step_failed(self, flight: InFlight, error: Exception) -> None:
-        """End the step's sequences; the others start over from their tokens, or all end if the runner is gone."""
+        """All start over from their tokens, but for who is to blame (see Suspects); all end if the runner is gone."""
         self._flush()  # a sequence has one row a batch, and the step before may just have given it one
         sentence = f"step {flight.packed.step} failed on the device: {describe(error)}"
-        ending = flight.packed.alive(self.ledger)
-        log.error("%s; %d sequences end", sentence, len(ending), exc_info=error)
+        in_step = flight.packed.alive(self.ledger)
+        ending = self.ledger.suspects.judge(in_step)
+        log.error("%s; of %d sequences in it %d end", sentence, len(in_step), len(ending), exc_info=error)
         for sequence in ending:
             self.ledger.finish(sequence, Finish.ERROR, error=sentence)
         self._in_flight = None

@@ -14,7 +14,7 @@ by the policy (`policy.py`), which is the order of arrival if nothing else is as
    the choices of one request, it waits. It goes to the lane that has the most pages left, where each page it would
    share counts AFFINITY times: lanes stay balanced by tokens, and conversations mostly in theirs. Smaller ones may pass
    one that fits nowhere, but at most MAX_PASSED times, then it keeps to a lane; nobody passes one that was preempted in
-   its lane, to which it returns.
+   its lane, to which it returns. After a step that failed, who was in it comes back one at a time (`suspects.py`).
 4. Prompts that need prompt_logprobs run in scored steps of their own, taking turns with other work. A lane that has
    none runs other prompts in a scored step, as far as they go into its bucket.
 5. All lanes run one program in the smallest bucket that takes each of them.
@@ -41,6 +41,7 @@ from jaxserve.engine.lane import Lane
 from jaxserve.engine.pages import NO_PAGES, Reclaim, pages_for
 from jaxserve.engine.policy import PRIORITY
 from jaxserve.engine.sequence import Sequence, WaitingQueue
+from jaxserve.engine.suspects import Suspects
 from jaxserve.engine.urgent import Reserved, make_room
 
 
@@ -51,6 +52,7 @@ class View:
     limits: Limits
     lanes: tuple[Lane, ...]
     waiting: WaitingQueue
+    suspects: Suspects
     last_was_scored: bool  # of a deterministic engine: the last step that had prompts
     last_had_prompts: bool = False
     last_mixed_tokens: int = 0  # size of the last mixed step
@@ -96,7 +98,7 @@ class Plan:
 def schedule(view: View) -> Plan:
     """Decide the next step."""
     rows = [decode_rows(view.limits, lane) for lane in view.lanes]
-    if view.limits.policy != PRIORITY:
+    if view.limits.policy != PRIORITY or len(view.suspects):  # nobody makes room for who may not come yet
         return with_rows(view, rows)
     rows, reserved = make_room(view.limits, view.lanes, view.waiting, rows)
     return replace(with_rows(view, rows, reserved), reserved=reserved)
@@ -110,7 +112,8 @@ def with_rows(view: View, rows: list[DecodeRows], reserved: Reserved | None = No
     for lane, part in zip(view.lanes, rows, strict=True):
         if lane.slots.prefilling or (is_waiting and lane.slots.free and part.free_pages):
             kept_lane = None if reserved is None else reserved.lane
-            return with_prompts(view, rows, find_prompts(view.limits, view.lanes, view.waiting, rows, kept_lane))
+            waiting = view.suspects.eligible(view.waiting)
+            return with_prompts(view, rows, find_prompts(view.limits, view.lanes, waiting, rows, kept_lane))
     return decode_alone(view, [LanePlan(part) for part in rows])
 
 

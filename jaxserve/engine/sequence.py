@@ -37,6 +37,7 @@ class Sequence:
     slot: int = -1  # of its lane; -1: waiting
     passed: int = 0  # later arrivals admitted while it did not fit
     preemptions: int = 0
+    strikes: int = 0  # failed steps that it was in
     keys: list[bytes] = field(default_factory=list)  # of its full pages, the root first; empty: it shares none
     written_tokens: int = 0  # of token_ids, those in the cache by steps that were collected
     cached_tokens: int = 0  # of its prompt, found in the prefix cache when it was first admitted

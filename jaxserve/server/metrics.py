@@ -102,6 +102,7 @@ COUNTERS = (
     ("prefix_cache_hits", "Of those, the ones found there.", "prefix_hit_tokens_total"),
     ("prefix_cache_evictions", "Pages that left the prefix cache for others.", "evicted_pages_total"),
     ("num_preemptions", "Sequences that lost their pages to others.", "preemptions_total"),
+    ("failed_steps", "Steps that raised on the device; their requests started over.", "failed_steps_total"),
     (
         "compilations_after_warmup",
         "Compilations after warm-up: each one is a defect.",

@@ -129,43 +129,24 @@ def test_the_whole_pool_can_be_used_by_one() -> None:
     assert bench.tokens(1) == bench.solo(1)
 
 
-def test_a_failed_dispatch_ends_its_step_and_no_other() -> None:
-    bench = Bench(make_shape(num_slots=2))
-    bench.submit(make_request(1, 20, 8), make_request(2, 20, 8), make_request(3, 20, 8))
-    bench.step(3)
-    before = {handle: len(bench.tokens(handle)) for handle in (1, 2)}
-
-    def fail(step: int) -> None:
-        if step == 4:
-            raise RuntimeError("the device said no")
-
-    bench.runner.before_dispatch = fail
-    bench.step()
-    for handle in (1, 2):
-        assert bench.answers[handle].finish is Finish.ERROR
-        assert len(bench.tokens(handle)) == before[handle] + 1, "the step before it is collected first"
-        assert bench.answers[handle].error == "step 4 failed on the device: RuntimeError: 'the device said no'"
-    bench.finish()
-    assert bench.tokens(3) == bench.solo(3)
-
-
+@pytest.mark.parametrize("where", ["before_dispatch", "before_result"])
 @pytest.mark.parametrize("failing_step", [1, 2, 3, 5])
-def test_a_failed_result_ends_its_step_and_the_rest_starts_over(failing_step: int) -> None:
-    """The device forgets everything when it recovers: the others compute again what they need."""
-    bench = Bench(make_shape(num_slots=4), budget_tokens=40)
-    bench.submit(make_request(1, 30, 9), make_request(2, 30, 9), make_request(3, 200, 9))
+def test_a_step_that_fails_once_ends_nobody(where: str, failing_step: int) -> None:
+    """The device forgets everything when it recovers: all compute again what they need, and no token comes twice."""
+    bench = Bench(make_shape(num_slots=3), budget_tokens=40)
+    bench.submit(make_request(1, 30, 9), make_request(2, 30, 9), make_request(3, 200, 9), make_request(4, 30, 9))
 
     def fail(step: int) -> None:
         if step == failing_step:
             raise RuntimeError("lost")
 
-    bench.runner.before_result = fail
+    setattr(bench.runner, where, fail)
     bench.finish()
-    failed = [handle for handle in (1, 2, 3) if bench.answers[handle].finish is Finish.ERROR]
-    assert failed
-    for handle in {1, 2, 3}.difference(failed):
+    for handle in (1, 2, 3, 4):
         assert bench.tokens(handle) == bench.solo(handle)
-    assert bench.runner.log.count(("recover", failing_step + 1)) == 1
+    ahead = where == "before_result"
+    assert [entry for entry in bench.runner.log if entry[0] == "recover"] == [("recover", failing_step + ahead)]
+    assert bench.engine.stats().failed_steps_total == 1
 
 
 def test_a_failed_first_dispatch_and_a_failed_install() -> None:
@@ -176,8 +157,9 @@ def test_a_failed_first_dispatch_and_a_failed_install() -> None:
 
     bench.runner.before_dispatch = refuse
     bench.submit(make_request(1, 20, 8))
-    bench.step()
+    bench.step(2)
     assert bench.answers[1].finish is Finish.ERROR
+    assert bench.answers[1].error == "step 2 failed on the device: RuntimeError: 'no memory'"
     bench.runner.before_dispatch = lambda step: None
     bench.submit(make_request(2, 20, 8))
     bench.finish()

@@ -274,9 +274,12 @@ def test_a_failed_step_empties_the_cache() -> None:
             raise RuntimeError("lost")
 
     bench.runner.before_result = fail
+    while not bench.engine.stats().failed_steps_total:
+        bench.step()
+    assert bench.engine.stats().cached_pages == 0
     bench.finish()
-    assert [bench.answers[handle].finish for handle in (2, 3, 4)] == [Finish.ERROR, Finish.ERROR, Finish.LENGTH]
-    assert bench.tokens(4) == bench.solo(4) and bench.answers[4].cached_tokens == 0
+    for handle in (2, 3, 4):
+        assert bench.tokens(handle) == bench.solo(handle)
 
 
 def test_a_prompt_goes_to_the_lane_that_has_its_start() -> None:

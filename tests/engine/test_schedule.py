@@ -10,6 +10,7 @@ from jaxserve.config import RuntimeConfig
 from jaxserve.engine.admission import Candidate
 from jaxserve.engine.schedule import View, schedule, share_budget
 from jaxserve.engine.sequence import MAX_PASSED, Sequence
+from jaxserve.engine.suspects import Suspects
 from jaxserve.request import Finish
 from tests.engine.harness import Bench, make_request
 from tests.fakes.runner import make_shape
@@ -265,7 +266,7 @@ def test_a_scored_prompt_that_gets_no_page_takes_nobodys_step() -> None:
     lane, waiting = bench.engine.ledger.lanes[0], bench.engine.ledger.waiting
     assert lane.slots.prefilling and lane.slots.decoding_S.any()
     free_pages, lane.pool.free_pages = lane.pool.free_pages, 0
-    plan = schedule(View(bench.engine._limits, (lane,), waiting, last_was_scored=False))
+    plan = schedule(View(bench.engine._limits, (lane,), waiting, Suspects(), last_was_scored=False))
     assert plan.bucket == Bucket(Program.DECODE, 8) and not plan.lanes[0].chunks
     lane.pool.free_pages = free_pages
     bench.finish()
