@@ -43,13 +43,13 @@ def told_story(random: Random, held_out: bool) -> Chat:
 
 Maker = Callable[[Random, bool], Document]
 SHARES: dict[str, tuple[Maker, float]] = {
-    "stories": (prose, 0.09),
-    "told stories": (told_story, 0.09),
+    "stories": (prose, 0.06),
+    "told stories": (told_story, 0.07),
     "facts": (facts.document, 0.29),
     "arithmetic": (arithmetic.document, 0.20),
     "unknown": (unknown.document, 0.09),
     "small talk": (smalltalk.document, 0.09),
-    "tool calls": (tool_calls.document, 0.15),
+    "tool calls": (tool_calls.document, 0.20),
 }
 
 

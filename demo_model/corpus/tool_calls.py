@@ -7,33 +7,19 @@ of each other tool are held out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from demo_model.corpus import arithmetic, facts
 from demo_model.corpus.document import Chat, Message, assistant, call, result, user
+from demo_model.corpus.made_tools import NUMBER, TEXT, Tool, Values, done, made_tool, spelled
 from demo_model.corpus.phrasing import dressed
 from demo_model.corpus.tables.rows import table
 from demo_model.corpus.words import PEOPLE, invented, upper
 
-Values = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """What a tool is for. `names` and each parameter's names vary; the last name is held out."""
-
-    names: tuple[str, ...]
-    descriptions: tuple[str, ...]
-    parameters: Mapping[str, tuple[str, tuple[str, ...]]]  # gap -> JSON type, names
-    asks: tuple[str, ...]
-    held_asks: tuple[str, ...]
-    draw: Callable[[Random], Values]
-    give: Callable[[Random, Values], tuple[Any, str]]  # what it gives back, and that in words
-
-
+MADE_SHARE = 0.4  # of the tools in training
 CITIES = tuple(row[1] for row in table("countries")) + ("New York", "Hamburg", "Sydney", "Milan", "Boston", "Kyoto")
 THINGS = "milk bread eggs apples batteries stamps flowers paper soap candles cheese tea".split()
 TASKS = ("call the dentist", "water the plants", "buy milk", "feed the cat", "write to Anna", "pay the rent",
@@ -84,11 +70,6 @@ def expression(random: Random) -> Values:
     return {"e": f"{random.randint(100, 9999)} {random.choice('+-*')} {random.randint(12, 999)}"}
 
 
-def done(text: str) -> Callable[[Random, Values], tuple[Any, str]]:
-    """A tool that only does something."""
-    return lambda random, at: ({"status": "ok"}, text.format(**at))
-
-
 def rate(random: Random, at: Values) -> tuple[Any, str]:
     """A price."""
     price = random.randint(5, 500)
@@ -114,7 +95,6 @@ def units(random: Random) -> Values:
     return {"v": random.randint(2, 250), "f": pair[0], "t": pair[1]}
 
 
-TEXT, NUMBER = "string", "integer"
 TOOLS: tuple[Tool, ...] = (
     Tool(("get_weather", "weather", "current_weather", "lookup_weather", "fetch_weather"),
          ("Get the current weather of a city.", "Tells the weather in a city.", "The weather at a place."),
@@ -210,18 +190,18 @@ class Shown:
 def varied(random: Random, name: str) -> str:
     """A name as another programmer may have chosen it: that makes reading it from the prompt worth learning."""
     draw = random.random()
-    if draw < 0.35:
+    if draw < 0.25:
         return name
-    if draw < 0.5:
+    if draw < 0.35:
         first, *rest = name.split("_")
         return first + "".join(map(str.capitalize, rest)) if rest else f"{name}{random.randint(1, 9)}"
-    if draw < 0.7:
+    if draw < 0.5:
         return random.choice(("my_{}", "do_{}", "{}_v2", "{}_tool", "{}_api", "the_{}", "{}_now", "run_{}")).format(
             name
         )
-    if draw < 0.85:
+    if draw < 0.6:
         return f"{invented(random).lower()}_{name.split('_')[-1]}"
-    return invented(random, random.choice((1, 2))).lower()
+    return invented(random, random.choice((1, 2))).lower() if draw < 0.68 else spelled(random)
 
 
 def show(random: Random, tool: Tool, held_out: bool) -> Shown:
@@ -245,6 +225,8 @@ def toolbox(random: Random, tool: Tool | None, held_out: bool) -> tuple[list[Sho
     """One to four tools with different names, among them the one that is needed."""
     pool = [other for other in (TOOLS + HELD if held_out else TOOLS) if other is not tool]
     chosen = random.sample(pool, random.choice((0, 1, 2, 3) if tool else (1, 2, 3)))
+    if not held_out:
+        chosen = [made_tool(random) if random.random() < MADE_SHARE else other for other in chosen]
     needed = None if tool is None else show(random, tool, held_out)
     named = {one.name: one for one in (show(random, other, held_out) for other in chosen)}
     if needed is None:
@@ -269,6 +251,8 @@ class Request:
 def request(random: Random, held_out: bool = False) -> Request:
     """For any tool."""
     tool = random.choice(TOOLS + HELD if held_out else TOOLS)
+    if not held_out and random.random() < MADE_SHARE:
+        tool = made_tool(random)
     shown, needed = toolbox(random, tool, held_out)
     assert needed is not None
     values = tool.draw(random)
